@@ -1,0 +1,1 @@
+"""The engine: requests, scheduler, batches, executors and the loop that joins them."""

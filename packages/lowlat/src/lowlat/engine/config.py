@@ -1,0 +1,41 @@
+"""Settings of an engine: what a user may choose, with the defaults of this project."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All choices that shape an engine; one value of it describes a server completely.
+
+    Sizes are in tokens. `None` means: chosen from the model, the device and its memory when the engine is built.
+    """
+
+    model: str = "smollm2"
+    dtype: str = "auto"
+    """`auto`, `float32` or `bfloat16`. `auto` is float32 on a CPU and bfloat16 on a GPU."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    tensor_parallel: int = 1
+    threads: int | None = None
+    """CPU threads of each rank; None: the machine's cores over the ranks."""
+    max_batch: int = 16
+    """Requests that may run at the same time."""
+    max_context: int | None = None
+    """Longest prompt + answer; None: the model's own limit."""
+    chunk_tokens: int = 512
+    """Most prompt tokens computed in one step (prefill chunk)."""
+    page_size: int = 16
+    kv_tokens: int | None = None
+    """Tokens that the KV pool can hold; None: from memory."""
+    prefix_cache: bool = True
+    run_ahead: int = 1
+    """Steps launched before the result of an earlier one is read (0: none)."""
+    seed: int = 0
+    """Seeds of requests that bring none are drawn from this one."""
+    low_latency: str = "auto"
+    """`off`, `auto` or `require`: whether a kernel library may replace decode steps."""
+    kernels: str | None = None
+    """Name of the kernel library to use; named ones are required."""
+    watchdog_s: float = 60.0
+    """Seconds without progress after which the engine counts as hung."""
