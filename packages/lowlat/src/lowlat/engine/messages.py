@@ -41,7 +41,7 @@ Command = Submit | Abort | Call | Shutdown
 
 
 class Starting(msgspec.Struct, tag="starting"):
-    """Progress while weights load, convert or compile: `done` of `total` bytes of the phase `what` (total 0: unknown)."""
+    """Progress while weights load, convert or compile: `done` of `total` bytes (0: unknown) of the phase `what`."""
 
     what: str
     done: int = 0

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a request ended. Values are the OpenAI API's where it has one."""
 
     STOP = "stop"
