@@ -1,0 +1,31 @@
+"""Cache groups: what a model keeps for each token, declared by the model and sized by the engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Lifetime = Literal["all", "window", "state"]
+
+
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of state that a model keeps while it works on a request.
+
+    `all`: an entry for every token, kept as long as the request (ordinary keys and values); `window`: entries of the
+    last `window` tokens; `state`: one fixed-size record a request.
+    """
+
+    name: str
+    bytes_per_entry: int
+    """Bytes of one entry on one rank, all layers together."""
+    tokens_per_entry: int = 1
+    lifetime: Lifetime = "all"
+    window: int = 0
+    replicated: bool = False
+    """Under tensor parallelism: every rank holds all of it (true) or its own shard (false)."""
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Number of pages that hold `tokens` entries."""
+    return -(-tokens // page_size)

@@ -1,0 +1,101 @@
+"""Pages for requests: what was computed before is found again, the rest is allocated as the request grows.
+
+All cache groups with lifetime `all` share one pool: a page number means the same tokens in every such group, so one
+page table a request serves them all (see docs/decisions/0104-one-page-number-for-all-groups.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowlat.cache.groups import pages_for
+from lowlat.cache.pages import OutOfPagesError, PagePool
+from lowlat.cache.radix import Node, RadixTree
+
+
+class Lease:
+    """The pages of one request, in order of its tokens.
+
+    `private` pages belong to the request; the others belong to the prefix tree, where `node` is locked for them.
+    """
+
+    __slots__ = ("cached_tokens", "node", "pages", "private", "salt")
+
+    def __init__(self, pages: list[int], node: Node, cached_tokens: int, salt: str) -> None:
+        self.pages = pages
+        self.node = node
+        self.private: set[int] = set()
+        self.cached_tokens = cached_tokens
+        self.salt = salt
+
+
+class PrefixCache:
+    """Page pool and prefix tree together.
+
+    `enabled` false keeps the books but never shares anything.
+    """
+
+    def __init__(self, pages: int, page_size: int, *, enabled: bool = True) -> None:
+        self.page_size = page_size
+        self.pool = PagePool(pages)
+        self.tree = RadixTree(self.pool, page_size)
+        self.enabled = enabled
+
+    @property
+    def available(self) -> int:
+        """Pages that could be handed out now, evicting what nobody uses."""
+        return self.pool.free + self.tree.evictable
+
+    def begin(self, tokens: Sequence[int], salt: str = "") -> Lease:
+        """Start a request with `tokens`: lock the longest cached prefix that leaves at least one token to compute."""
+        reusable = (len(tokens) - 1) // self.page_size * self.page_size if self.enabled else 0
+        pages, node = self.tree.match(tokens[:reusable], salt)
+        self.tree.lock(node)
+        return Lease(pages, node, len(pages) * self.page_size, salt)
+
+    def missing(self, lease: Lease, tokens: int) -> int:
+        """Pages that `lease` lacks to hold `tokens` tokens."""
+        return max(0, pages_for(tokens, self.page_size) - len(lease.pages))
+
+    def extend(self, lease: Lease, tokens: int) -> int:
+        """Let `lease` hold `tokens` tokens; returns how many pages were added.
+
+        Evicts unused prefixes as needed. Raises `OutOfPagesError`, and changes nothing, when that is not enough.
+        """
+        count = pages_for(tokens, self.page_size) - len(lease.pages)
+        if count <= 0:
+            return 0
+        shortage = count - self.pool.free
+        if shortage > 0:
+            if shortage > self.tree.evictable:
+                raise OutOfPagesError(shortage - self.tree.evictable)
+            # A little more than needed, so that a full pool does not search the tree in every step.
+            self.tree.evict(min(self.tree.evictable, max(shortage, self.pool.total // 128)))
+        pages = self.pool.take(count)
+        lease.pages.extend(pages)
+        lease.private.update(pages)
+        return count
+
+    def share(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """Offer the pages of `tokens`, whose keys and values are computed, to later requests."""
+        if not self.enabled:
+            return
+        adopted, node = self.tree.insert(tokens, lease.pages, lease.salt)
+        lease.private.difference_update(adopted)
+        self.tree.lock(node)
+        self.tree.unlock(lease.node)
+        lease.node = node
+
+    def end(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """End a request whose computed tokens are `tokens`; nothing may read or write its private pages any more."""
+        self.share(lease, tokens)
+        self.tree.unlock(lease.node)
+        self.pool.give_back(lease.private)
+        lease.pages = []
+        lease.private = set()
+
+    def check(self) -> None:
+        """Assert that every page is accounted for."""
+        self.pool.check()
+        self.tree.check()
+        assert self.pool.free + self.pool.cached + self.pool.held == self.pool.total

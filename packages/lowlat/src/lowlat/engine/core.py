@@ -1,0 +1,58 @@
+"""The engine's loop: submit, plan, launch, collect, commit."""
+
+from __future__ import annotations
+
+from lowlat.engine.executor import Executor
+from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput
+from lowlat.engine.scheduler import Scheduler
+
+
+class EngineCore:
+    """Joins a scheduler and an executor; single-threaded, driven by calls of `turn`.
+
+    With `run_ahead` n, up to n steps are launched beyond the one whose result is read next, so the executor never
+    waits for the host.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, run_ahead: int) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.run_ahead = run_ahead
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises `ValueError` when it cannot be taken (see `Scheduler.add`)."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request early; false when it is not live. Its last output comes with the next `turn`."""
+        return self.scheduler.abort(request_id, reason)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` has anything to do."""
+        return self.scheduler.has_work
+
+    def turn(self, timeout: float | None = None) -> list[RequestOutput]:
+        """Launch what can be launched, then wait up to `timeout` seconds for one result and commit it.
+
+        Returns the outputs since the last turn. Raises `ExecutorError`.
+        """
+        scheduler = self.scheduler
+        while scheduler.in_flight <= self.run_ahead:
+            plan = scheduler.schedule()
+            if plan is None:
+                break
+            self.executor.launch(plan)
+        if scheduler.in_flight:
+            result = self.executor.collect(timeout)
+            if result is not None:
+                scheduler.commit(result.step, result.tokens, result.logprobs)
+        return scheduler.take_outputs()
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters now."""
+        return self.scheduler.refresh_stats()
+
+    def close(self) -> None:
+        """End the executor."""
+        self.executor.close()

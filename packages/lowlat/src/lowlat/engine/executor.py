@@ -1,0 +1,122 @@
+"""Executors: where the steps of a scheduler run. The engine sees only launches and results, in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from lowlat.engine.batch import StepPlan
+from lowlat.engine.request import TokenLogprobs
+
+
+class StepResult(msgspec.Struct):
+    """What a step sampled: a token for each sample of its plan, in order."""
+
+    step: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+class ExecutorError(Exception):
+    """A step or a rank failed; the executor takes no more steps."""
+
+
+class Executor(Protocol):
+    """Runs steps in the order of their launches."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue a step; returns before it is done. The plan must not change afterwards."""
+
+    def collect(self, timeout: float | None) -> StepResult | None:
+        """The oldest result not collected; None after `timeout` seconds. Raises `ExecutorError`."""
+
+    def close(self) -> None:
+        """End threads and ranks."""
+
+
+class ThreadExecutor:
+    """Runs steps in a thread of this process, so that the host works while the device computes.
+
+    `run` computes one step. It is called in the thread only, in order; `start` runs there before the first step.
+    """
+
+    def __init__(self, run: Callable[[StepPlan], StepResult], start: Callable[[], None] | None = None) -> None:
+        self._run = run
+        self._start = start
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="executor", daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue a step."""
+        self._plans.put(plan)
+
+    def collect(self, timeout: float | None) -> StepResult | None:
+        """The oldest result; None after `timeout` seconds. Raises `ExecutorError` with the step's error."""
+        try:
+            result = self._results.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(result, BaseException):
+            raise ExecutorError(f"{type(result).__name__}: {result}") from result
+        return result
+
+    def close(self) -> None:
+        """Let the running step end, and the thread."""
+        self._plans.put(None)
+        self._thread.join(timeout=30)
+
+    def _loop(self) -> None:
+        try:
+            if self._start is not None:
+                self._start()
+            while (plan := self._plans.get()) is not None:
+                self._results.put(self._run(plan))
+        except BaseException as error:  # every failure must reach the engine, or it would wait for ever
+            self._results.put(error)
+
+
+class ScriptedExecutor:
+    """Takes no time: results come from `token`, a function of (slot, position) of the sampled token.
+
+    For tests of the engine and for benchmarks of its host cost; the log tells the order of events.
+    """
+
+    def __init__(self, token: Callable[[int, int], int], *, keep_log: bool = False) -> None:
+        self._token = token
+        self._results: deque[StepResult] = deque()
+        self._lengths: dict[int, int] = {}
+        self.log: list[tuple[str, int]] | None = [] if keep_log else None
+        """("launch" or "result", step), in order."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Compute the step's tokens at once."""
+        if self.log is not None:
+            self.log.append(("launch", plan.step))
+        tokens = []
+        for chunk in plan.chunks:
+            end = self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
+            if chunk.sample:
+                tokens.append(self._token(chunk.slot, end))
+        for slot in plan.decodes:
+            self._lengths[slot] += 1
+            tokens.append(self._token(slot, self._lengths[slot]))
+        self._results.append(StepResult(plan.step, tokens))
+
+    def collect(self, timeout: float | None) -> StepResult | None:
+        """The oldest result."""
+        if not self._results:
+            return None
+        result = self._results.popleft()
+        if self.log is not None:
+            self.log.append(("result", result.step))
+        return result
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,416 @@
+"""The scheduler: decides what each step computes, and takes in what each step found out.
+
+`schedule` may run ahead of `commit`: a step is planned before the tokens of the steps in flight are known, because a
+decode row needs only the position, which is known, and the token, which stays on the device. So the end of a request is
+noticed late; its slot and pages are freed after the last launched step that could still write them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from bisect import insort
+from collections import deque
+
+from lowlat.cache.pages import OutOfPagesError
+from lowlat.cache.prefix import Lease, PrefixCache
+from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan
+from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+
+_SEED_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+class ActiveRequest:
+    """A request inside the scheduler, from submission until its pages are free again."""
+
+    __slots__ = (
+        "cached_tokens",
+        "ended",
+        "filled",
+        "in_flight",
+        "last_step",
+        "launched",
+        "launched_samples",
+        "lease",
+        "order",
+        "prefill_end",
+        "prompt_tokens",
+        "queue_s",
+        "request",
+        "sampling",
+        "sent_pages",
+        "slot",
+        "stops",
+        "tokens",
+    )
+
+    def __init__(self, request: GenerateRequest, order: tuple[int, int], sampling: SlotSampling, stops: frozenset[int]):
+        self.request = request
+        self.order = order
+        """(-priority, arrival number): smaller runs first."""
+        self.sampling = sampling
+        self.stops = stops
+        self.tokens = list(request.prompt_ids)
+        """Prompt and the answer so far, as far as the host knows."""
+        self.prompt_tokens = len(request.prompt_ids)
+        self.slot = -1
+        self.lease: Lease | None = None
+        self.sent_pages = 0
+        """Page-table entries that the device has."""
+        self.prefill_end = 0
+        """Tokens that were there at the last admission: after them, decoding begins."""
+        self.launched = 0
+        """Tokens whose keys and values are computed once all launched steps are done."""
+        self.filled = 0
+        """Tokens whose keys and values are computed by finished steps."""
+        self.launched_samples = 0
+        """Answer tokens known or on their way."""
+        self.in_flight = 0
+        self.last_step = -1
+        self.ended = False
+        self.cached_tokens = -1
+        self.queue_s = 0.0
+
+    def __lt__(self, other: ActiveRequest) -> bool:
+        return self.order < other.order
+
+
+class _Launch:
+    """What a launched step will bring: chunks first, then decode rows, in the order of the plan."""
+
+    __slots__ = ("chunks", "decodes", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.chunks: list[tuple[ActiveRequest, int, bool]] = []
+        """(request, tokens filled afterwards, whether it samples)."""
+        self.decodes: list[ActiveRequest] = []
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, a prefix cache, priorities and preemption.
+
+    Preconditions of `add`, which doors check: prompt not empty, prompt + max_tokens within `max_context`.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, limits: PlanLimits, *, eos_ids: frozenset[int], chunk_tokens: int, seed: int
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.eos_ids = eos_ids
+        self.chunk_tokens = chunk_tokens
+        self.stats = EngineStats(pages_total=cache.pool.total)
+        self._seed = seed
+        self._arrivals = itertools.count()
+        self._live: dict[str, ActiveRequest] = {}
+        self._waiting: list[ActiveRequest] = []
+        self._running: list[ActiveRequest] = []
+        self._ending: list[ActiveRequest] = []
+        self._launches: deque[_Launch] = deque()
+        self._slots = list(range(limits.max_batch - 1, -1, -1))
+        self._step = 0
+        self._outputs: list[RequestOutput] = []
+
+    # --- what comes in ---------------------------------------------------------------------------------------------
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises `ValueError` when its id is live or it could never run."""
+        if request.id in self._live:
+            raise ValueError(f"request id {request.id!r} is already in use")
+        limit = min(self.limits.max_pages * self.cache.page_size, self.cache.pool.total * self.cache.page_size)
+        size = len(request.prompt_ids) + request.sampling.max_tokens
+        if not request.prompt_ids or request.sampling.max_tokens < 1 or size > limit:
+            raise ValueError(
+                f"prompt of {len(request.prompt_ids)} tokens with max_tokens {request.sampling.max_tokens}: "
+                f"both must be at least 1 and together at most {limit}"
+            )
+        arrival = next(self._arrivals)
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else (self._seed + arrival + 1) * _SEED_MULTIPLIER
+        stops = frozenset(sampling.stop_token_ids)
+        active = ActiveRequest(
+            request,
+            (-request.priority, arrival),
+            SlotSampling(
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                seed & 0xFFFFFFFFFFFFFFFF,
+                -1 if sampling.logprobs is None else sampling.logprobs,
+            ),
+            stops if sampling.ignore_eos else stops | self.eos_ids,
+        )
+        self._live[request.id] = active
+        heapq.heappush(self._waiting, active)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request early; false when it is not live (any more)."""
+        active = self._live.get(request_id)
+        if active is None:
+            return False
+        self._finish(active, RequestOutput(request_id, [], None, reason))
+        self.stats.aborted += reason == FinishReason.ABORT
+        return True
+
+    def abort_all(self, error: str) -> None:
+        """End every request with an error."""
+        for active in list(self._live.values()):
+            self._finish(active, RequestOutput(active.request.id, [], None, FinishReason.ERROR, error=error))
+
+    # --- what goes out ---------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is waiting, running or in flight."""
+        return bool(self._live or self._launches)
+
+    @property
+    def in_flight(self) -> int:
+        """Launched steps whose results are not committed."""
+        return len(self._launches)
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Outputs since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None when there is nothing to do before a step in flight is committed."""
+        if not self._make_room():
+            return None
+        decoding = self._decoding()
+        if decoding is None:
+            return None
+        plan = StepPlan(self._step, [], [], [], [])
+        launch = _Launch(self._step)
+        for active in decoding:
+            self._send_pages(active, plan)
+            active.launched += 1
+            active.launched_samples += 1
+            active.in_flight += 1
+            active.last_step = self._step
+            plan.decodes.append(active.slot)
+            launch.decodes.append(active)
+        rows = self.chunk_tokens
+        for active in self._running:
+            if active.launched < active.prefill_end and rows > 0:
+                rows -= self._add_chunk(active, plan, launch, rows)
+        if self._waiting and rows > 0:
+            self._admit(plan, launch, rows)
+        if not launch.chunks and not launch.decodes:
+            return None
+        self._launches.append(launch)
+        self._step += 1
+        return plan
+
+    def commit(self, step: int, tokens: list[int], logprobs: list[TokenLogprobs | None] | None) -> None:
+        """Take in the result of the oldest step in flight: one token for each sample of its plan, in order."""
+        launch = self._launches.popleft()
+        if launch.step != step:
+            raise ValueError(f"result of step {step}, expected {launch.step}")
+        sample = 0
+        for active, filled, samples in launch.chunks:
+            active.in_flight -= 1
+            if not active.ended:
+                active.filled = filled
+                if filled == active.prefill_end:
+                    assert active.lease is not None
+                    self.cache.share(active.lease, active.tokens[:filled])
+                if samples:
+                    self._take_token(active, tokens[sample], logprobs[sample] if logprobs else None)
+            sample += samples
+        for active in launch.decodes:
+            active.in_flight -= 1
+            if not active.ended:
+                active.filled += 1
+                self._take_token(active, tokens[sample], logprobs[sample] if logprobs else None)
+            sample += 1
+        self.stats.step += 1
+        if self._ending:
+            self._release_ended(step)
+
+    def refresh_stats(self) -> EngineStats:
+        """The current gauges and counters (one object, updated in place)."""
+        stats, pool = self.stats, self.cache.pool
+        stats.running, stats.waiting = len(self._running), len(self._live) - len(self._running)
+        stats.pages_free, stats.pages_cached, stats.pages_held = pool.free, pool.cached, pool.held
+        return stats
+
+    # --- planning --------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> bool:
+        """Preempt for a waiting request of higher priority; false when steps in flight must end before."""
+        while self._waiting and self._waiting[0].ended:
+            heapq.heappop(self._waiting)
+        if not self._waiting or not self._running:
+            return True
+        head = self._waiting[0]
+        while self._running and self._running[-1].order[0] > head.order[0] and self._blocked(head):
+            if self._launches:
+                return False
+            self._preempt(self._running[-1])
+        return True
+
+    def _blocked(self, waiting: ActiveRequest) -> bool:
+        """Whether slots or pages are too few to admit `waiting` now."""
+        if not self._slots:
+            return True
+        lease = self.cache.begin(waiting.tokens, waiting.request.cache_salt)
+        blocked = self.cache.missing(lease, len(waiting.tokens)) > self.cache.available
+        self.cache.end(lease, [])
+        return blocked
+
+    def _decoding(self) -> list[ActiveRequest] | None:
+        """Requests that get a decode row, each with a page for it; None to wait for a step in flight.
+
+        When pages run out, requests are preempted from the end of the running list, so never one that has its page.
+        """
+        page_size = self.cache.page_size
+        decoding = []
+        index = 0
+        while index < len(self._running):
+            active = self._running[index]
+            index += 1
+            if active.launched < active.prefill_end or active.launched_samples >= active.request.sampling.max_tokens:
+                continue
+            assert active.lease is not None
+            while active.launched >= len(active.lease.pages) * page_size:
+                try:
+                    self.cache.extend(active.lease, active.launched + 1)
+                except OutOfPagesError:
+                    if self._launches:
+                        return None
+                    victim = self._running[-1]
+                    self._preempt(victim)
+                    if victim is active:
+                        return decoding
+            decoding.append(active)
+        return decoding
+
+    def _admit(self, plan: StepPlan, launch: _Launch, rows: int) -> None:
+        """Start waiting requests while there are slots, pages for their whole prompts, and rows in this step."""
+        page_budget = self.limits.page_budget - sum(len(pages) for _, _, pages in plan.pages)
+        while self._waiting and self._slots and rows > 0:
+            active = self._waiting[0]
+            if active.ended:
+                heapq.heappop(self._waiting)
+                continue
+            lease = self.cache.begin(active.tokens, active.request.cache_salt)
+            missing = self.cache.missing(lease, len(active.tokens))
+            if missing > self.cache.available or len(lease.pages) + missing > page_budget:
+                self.cache.end(lease, [])
+                return
+            self.cache.extend(lease, len(active.tokens))
+            page_budget -= len(lease.pages)
+            heapq.heappop(self._waiting)
+            self._start(active, lease)
+            plan.begins.append((active.slot, active.sampling))
+            rows -= self._add_chunk(active, plan, launch, rows)
+
+    def _start(self, active: ActiveRequest, lease: Lease) -> None:
+        """Give an admitted request its slot."""
+        active.lease = lease
+        active.slot = self._slots.pop()
+        active.sent_pages = 0
+        active.prefill_end = len(active.tokens)
+        active.launched = active.filled = lease.cached_tokens
+        active.launched_samples = len(active.tokens) - active.prompt_tokens
+        if active.cached_tokens < 0:
+            active.cached_tokens = lease.cached_tokens
+            active.queue_s = max(0.0, time.monotonic() - active.request.arrival) if active.request.arrival else 0.0
+            self.stats.prompt_tokens += active.prompt_tokens
+            self.stats.cached_tokens += lease.cached_tokens
+        insort(self._running, active)
+
+    def _add_chunk(self, active: ActiveRequest, plan: StepPlan, launch: _Launch, rows: int) -> int:
+        """Plan the next prefill chunk of a request, of at most `rows` tokens; returns how many it took."""
+        self._send_pages(active, plan)
+        start = active.launched
+        end = min(active.prefill_end, start + rows)
+        sample = end == active.prefill_end
+        plan.chunks.append(PrefillChunk(active.slot, start, active.tokens[start:end], sample))
+        launch.chunks.append((active, end, sample))
+        active.launched = end
+        active.launched_samples += sample
+        active.in_flight += 1
+        active.last_step = self._step
+        return end - start
+
+    @staticmethod
+    def _send_pages(active: ActiveRequest, plan: StepPlan) -> None:
+        """Tell the device the page-table entries that it does not know yet."""
+        assert active.lease is not None
+        pages = active.lease.pages
+        if active.sent_pages < len(pages):
+            plan.pages.append((active.slot, active.sent_pages, pages[active.sent_pages :]))
+            active.sent_pages = len(pages)
+
+    def _preempt(self, victim: ActiveRequest) -> None:
+        """Take a request's slot and pages; it waits again, at its old place in the order."""
+        assert victim.in_flight == 0
+        self._running.remove(victim)
+        self._release(victim)
+        self.stats.preemptions += 1
+        heapq.heappush(self._waiting, victim)
+
+    # --- results ---------------------------------------------------------------------------------------------------
+
+    def _take_token(self, active: ActiveRequest, token: int, logprobs: TokenLogprobs | None) -> None:
+        active.tokens.append(token)
+        self.stats.generated_tokens += 1
+        output = RequestOutput(
+            active.request.id,
+            [token],
+            [logprobs] if logprobs is not None else None,
+            cached_tokens=active.cached_tokens,
+            queue_s=active.queue_s,
+        )
+        if token in active.stops:
+            output.finish_reason, output.stop_token_id = FinishReason.STOP, token
+        elif len(active.tokens) - active.prompt_tokens >= active.request.sampling.max_tokens:
+            output.finish_reason = FinishReason.LENGTH
+        if output.finish_reason is None:
+            self._outputs.append(output)
+        else:
+            self.stats.finished += 1
+            self._finish(active, output)
+
+    def _finish(self, active: ActiveRequest, output: RequestOutput) -> None:
+        """Say the last word on a request and free what it has, now or after its last launched step."""
+        self._outputs.append(output)
+        active.ended = True
+        del self._live[active.request.id]
+        if active.lease is None:
+            return
+        self._running.remove(active)
+        if active.in_flight:
+            self._ending.append(active)
+        else:
+            self._release(active)
+
+    def _release_ended(self, step: int) -> None:
+        ended = [active for active in self._ending if active.last_step <= step]
+        self._ending = [active for active in self._ending if active.last_step > step]
+        for active in ended:
+            self._release(active)
+
+    def _release(self, active: ActiveRequest) -> None:
+        assert active.lease is not None
+        self.cache.end(active.lease, active.tokens[: active.filled])
+        active.lease = None
+        self._slots.append(active.slot)
+        active.slot = -1
+
+    def check(self) -> None:
+        """Assert that each page and slot has one owner, and that none is free while a launched step may write it."""
+        self.cache.check()
+        holders = self._running + self._ending
+        assert sorted(self._slots + [active.slot for active in holders]) == list(range(self.limits.max_batch))
+        private = [page for active in holders if active.lease for page in active.lease.private]
+        assert len(set(private)) == len(private) == self.cache.pool.held, "a page has two owners or none"
+        for active in self._running:
+            assert active.lease is not None
+            assert active.launched <= len(active.lease.pages) * self.cache.page_size
+            assert active.filled <= active.launched
