@@ -1,0 +1,1 @@
+"""Load over HTTP against any OpenAI-compatible server: clients, prompts, traces, and what was measured."""

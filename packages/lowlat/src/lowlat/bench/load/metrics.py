@@ -1,0 +1,181 @@
+"""What records of a load amount to: latencies, speeds, interactivity, goodput; as a summary and as result rows.
+
+Definitions, all a request's own: TTFT runs from sending to the first text; the gap is the mean time between tokens
+after the first; per-user speed is 1 / gap; latency runs from sending to the last text. P90 interactivity is 1 / P90 of
+the gaps and P90 end-to-end-normalised interactivity is 1 / P90 of latency over output tokens (both as AgentX has them).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from lowlat.bench.load.records import Record
+from lowlat.bench.results import Row, row_from_interval
+from lowlat.bench.stats import Interval, bootstrap_interval, median_interval, percentile
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Mean and percentiles of one figure."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """Service targets of goodput: a request is good where it meets all that are set (milliseconds)."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    latency_ms: float | None = None
+
+    def met(self, record: Record) -> bool:
+        """Whether a finished request meets every target."""
+        gap = record.gap_s
+        checks = (
+            (self.ttft_ms, record.ttft_s),
+            (self.itl_ms, gap if gap is not None else 0.0),
+            (self.latency_ms, record.latency_s),
+        )
+        return all(limit is None or seconds * 1e3 <= limit for limit, seconds in checks)
+
+
+def parse_targets(text: str) -> Targets:
+    """Targets from `ttft=200,itl=20,latency=5000` (milliseconds, any subset). Raises ValueError."""
+    fields: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if f"{name}_ms" not in Targets.__struct_fields__:
+            raise ValueError(f"target {part!r}: write ttft=MS, itl=MS or latency=MS, joined by commas")
+        try:
+            fields[f"{name}_ms"] = float(value)
+        except ValueError:
+            raise ValueError(f"target {part!r}: {value!r} is no number of milliseconds") from None
+    return Targets(**fields)
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """One load in figures. Times are milliseconds, speeds tokens a second."""
+
+    requests: int
+    failed: int
+    duration_s: float
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    ttft_ms: Spread
+    itl_ms: Spread | None
+    latency_ms: Spread
+    tokens_per_s_user: Spread | None
+    tokens_per_s_total: float
+    requests_per_s: float
+    interactivity_p90: float | None
+    e2e_interactivity_p90: float
+    goodput: float | None
+    """Requests a second that met the targets."""
+    send_lag_ms_p99: float | None
+    """How late the client itself sent in an open loop."""
+    counted_chunks: bool
+    errors: dict[str, int]
+
+
+def _spread(values: Sequence[float], factor: float = 1.0) -> Spread:
+    scaled = [v * factor for v in values]
+    return Spread(statistics.fmean(scaled), *(percentile(scaled, q) for q in (0.5, 0.9, 0.99)))
+
+
+def gaps(records: Sequence[Record]) -> list[float]:
+    """Mean gap of each request that has one (seconds)."""
+    return [gap for record in records if (gap := record.gap_s) is not None]
+
+
+def interactivity(seconds: Sequence[float]) -> float:
+    """1 / P90 of seconds a token."""
+    return 1.0 / percentile(seconds, 0.9)
+
+
+def normalised(records: Sequence[Record]) -> list[float]:
+    """Latency over output tokens of each request (seconds)."""
+    return [record.latency_s / (record.output_tokens or 1) for record in records]
+
+
+def _duration(records: Sequence[Record]) -> float:
+    return max(r.ended for r in records) - min(r.sent for r in records)
+
+
+def summarize(records: Sequence[Record], targets: Targets | None = None) -> Summary:
+    """Figures of a load. Raises ValueError with the most frequent error where no request succeeded."""
+    good = [record for record in records if record.ok]
+    errors: dict[str, int] = {}
+    for record in records:
+        if not record.ok:
+            reason = record.error or "no text"
+            errors[reason] = errors.get(reason, 0) + 1
+    if not good:
+        worst = max(errors, key=lambda e: errors[e], default="no requests were sent")
+        raise ValueError(f"no request succeeded: {worst}")
+    duration, between = _duration(good), gaps(good)
+    cached = [r.cached_tokens for r in good if r.cached_tokens is not None]
+    lag = [record.sent - record.due for record in good if record.due is not None]
+    output_tokens = sum(record.output_tokens or 0 for record in good)
+    return Summary(
+        requests=len(good),
+        failed=len(records) - len(good),
+        duration_s=duration,
+        input_tokens=sum(record.prompt_tokens for record in good),
+        output_tokens=output_tokens,
+        cached_tokens=sum(cached) if cached else None,
+        ttft_ms=_spread([record.ttft_s for record in good], 1e3),
+        itl_ms=_spread(between, 1e3) if between else None,
+        latency_ms=_spread([record.latency_s for record in good], 1e3),
+        tokens_per_s_user=_spread([1.0 / gap for gap in between if gap > 0]) if any(between) else None,
+        tokens_per_s_total=output_tokens / duration,
+        requests_per_s=len(good) / duration,
+        interactivity_p90=interactivity(between) if between else None,
+        e2e_interactivity_p90=interactivity(normalised(good)),
+        goodput=sum(map(targets.met, good)) / duration if targets is not None else None,
+        send_lag_ms_p99=percentile(lag, 0.99) * 1e3 if lag else None,
+        counted_chunks=any(record.counted_chunks for record in good),
+        errors=errors,
+    )
+
+
+def load_rows(
+    records: Sequence[Record], *, workload: str, arm: str, concurrency: int, targets: Targets | None = None
+) -> list[Row]:
+    """Rows of the result format for one load; percentiles other than the row's own go into `details`."""
+    summary = summarize(records, targets)
+    good = [record for record in records if record.ok]
+    shared: dict[str, object] = {
+        "concurrency": concurrency,
+        "input_tokens": summary.input_tokens,
+        "output_tokens": summary.output_tokens,
+        "cached_tokens": summary.cached_tokens,
+    }
+    if summary.failed:
+        shared["details"] = {"failed": summary.failed}
+    rows: list[Row] = []
+
+    def add(metric: str, interval: Interval, spread: Spread | None = None) -> None:
+        row = row_from_interval(interval, workload=workload, arm=arm, metric=metric, **shared)
+        if spread is not None:
+            row.details = {**row.details, **msgspec.to_builtins(spread)}
+        rows.append(row)
+
+    between = [gap for gap in gaps(good) if gap > 0]
+    add("ttft_ms", median_interval([r.ttft_s * 1e3 for r in good]), summary.ttft_ms)
+    add("latency_ms", median_interval([r.latency_s * 1e3 for r in good]), summary.latency_ms)
+    if between:
+        add("tokens_per_s_user", median_interval([1.0 / gap for gap in between]), summary.tokens_per_s_user)
+        add("itl_ms_p90", bootstrap_interval([gap * 1e3 for gap in between], lambda s: percentile(s, 0.9)))
+        add("interactivity_p90", bootstrap_interval(between, interactivity))
+    add("e2e_interactivity_p90", bootstrap_interval(normalised(good), interactivity))
+    # one run has one total: an interval of it would need repeated runs
+    for metric, value in (("tokens_per_s_total", summary.tokens_per_s_total), ("goodput", summary.goodput)):
+        if value is not None:
+            add(metric, Interval(value, value, value, 1))
+    return rows
