@@ -1,0 +1,191 @@
+"""Answers as the OpenAI API writes them. Streams are encoded from these structs directly: cost counts there."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from lowlat.text.output import TokenLogprob
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    """When things happened, seen from the server. Gaps are those between one token and the next of the same choice."""
+
+    queue_s: float
+    """Seconds from arrival to the first step that worked for this request."""
+    first_token_s: float | None
+    """Seconds from arrival to the first token."""
+    total_s: float
+    gap_mean_ms: float | None
+    gap_p90_ms: float | None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Answer of `/v1/completions`, and each chunk of its stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class ChatTopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Answer of `/v1/chat/completions`."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One chunk of a streamed chat."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "lowlat"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[Model]
+
+
+class Cancelled(msgspec.Struct, kw_only=True):
+    """Answer of `DELETE /v1/requests/{id}`."""
+
+    id: str
+    object: str = "request.cancelled"
+    cancelled: bool
+    """Whether the request was running; false when it had ended or never was."""
+
+
+def completion_logprobs(entries: list[TokenLogprob] | None) -> CompletionLogprobs | None:
+    if entries is None:
+        return None
+    return CompletionLogprobs(
+        tokens=[entry.text for entry in entries],
+        token_logprobs=[entry.logprob for entry in entries],
+        top_logprobs=[_alternatives(entry) for entry in entries],
+        text_offset=[entry.offset for entry in entries],
+    )
+
+
+def _alternatives(entry: TokenLogprob) -> dict[str, float]:
+    """The most likely tokens by text, best first, and the chosen one, as the OpenAI API has it."""
+    found: dict[str, float] = {}
+    for top in entry.top:
+        found.setdefault(top.text, top.logprob)
+    found.setdefault(entry.text, entry.logprob)
+    return found
+
+
+def chat_logprobs(entries: list[TokenLogprob] | None) -> ChatLogprobs | None:
+    if entries is None:
+        return None
+    return ChatLogprobs(
+        content=[
+            ChatTokenLogprob(
+                entry.text,
+                entry.logprob,
+                list(entry.bytes),
+                [ChatTopLogprob(top.text, top.logprob, list(top.bytes)) for top in entry.top],
+            )
+            for entry in entries
+        ]
+    )

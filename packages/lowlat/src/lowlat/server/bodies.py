@@ -1,0 +1,138 @@
+"""From bytes on a connection to a checked request struct; everything wrong becomes an error that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from lowlat.server.errors import ApiError, bad_field
+from lowlat.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions, Unsupported
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+
+_WHERE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>.*?)`")
+_MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
+
+
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 413 above `limit` bytes, 408 when it is not complete within `timeout_s` seconds.
+        ClientDisconnect: the client went away.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(limit)
+    try:
+        return await asyncio.wait_for(_collect(request, limit), timeout_s)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", close=True) from None
+
+
+async def _collect(request: Request, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large", close=True)
+
+
+def decode_body(data: bytes, form: type[Body]) -> Body:
+    """Decode and check one body.
+
+    Raises:
+        ApiError: 400; `param` is the field, such as `temperature` or `messages[0].content`.
+    """
+    try:
+        body: Body = _decoder(form).decode(data)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _explain_malformed(data, str(error)) from None
+    _refuse_unsupported(body, "")
+    if body.stream_options is not None:
+        _refuse_unsupported(body.stream_options, "stream_options.")
+        if not body.stream:
+            raise bad_field("stream_options", "only allowed with stream: true")
+    if isinstance(body, ChatRequest):
+        for number, message in enumerate(body.messages):
+            _refuse_unsupported(message, f"messages[{number}].")
+    return body
+
+
+@functools.cache
+def _decoder(form: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(form)
+
+
+def _explain(text: str) -> ApiError:
+    where = _WHERE.search(text)
+    path = where["path"] if where else ""
+    message = _WHERE.sub("", text)
+    for pattern, words in ((_UNKNOWN, "is not a field of this request"), (_MISSING, "is required")):
+        if found := pattern.search(message):
+            name = f"{path}.{found['name']}" if path else found["name"]
+            return bad_field(name, words, code="unknown_field" if pattern is _UNKNOWN else "missing_field")
+    message = message.replace("`", "")
+    message = message[:1].lower() + message[1:]
+    return bad_field(path, message) if path else ApiError(400, f"the body is not as expected: {message}")
+
+
+def _explain_malformed(data: bytes, reason: str) -> ApiError:
+    """NaN and Infinity are what JSON libraries write and JSON forbids: name the field that holds one."""
+
+    class NotFinite(float):
+        pass
+
+    def hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return dict(pairs)
+
+    try:
+        value = json.loads(data, parse_constant=NotFinite, object_pairs_hook=hook)
+    except (ValueError, RecursionError):
+        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if isinstance(item, NotFinite):
+                return bad_field(name, "must be a finite number")
+    return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+
+
+@functools.cache
+def _no_ops(form: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """Unsupported fields of a struct, each with the values that ask for nothing."""
+    found = {}
+    for field in msgspec.inspect.type_info(form).fields:  # type: ignore[attr-defined]
+        extra = field.type.extra if isinstance(field.type, msgspec.inspect.Metadata) else None
+        if extra is not None and "no_op" in extra:
+            found[field.encode_name] = extra["no_op"]
+    return found
+
+
+def _refuse_unsupported(body: Unsupported | StreamOptions | Message, prefix: str) -> None:
+    for name, accepted in _no_ops(type(body)).items():
+        value = getattr(body, name)
+        if value is not None and value not in accepted:
+            raise bad_field(f"{prefix}{name}", "this server does not support this option", code="unsupported")

@@ -1,0 +1,72 @@
+"""The server's description of itself: its forms come from the very structs that it decodes and encodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from lowlat.server.answers import Cancelled, ChatCompletion, Completion, Model, ModelList
+from lowlat.server.errors import ErrorBody
+from lowlat.server.health import HealthReply
+from lowlat.server.requests import ChatRequest, CompletionRequest
+
+_BODIES: dict[str, type] = {"create_completion": CompletionRequest, "create_chat_completion": ChatRequest}
+_ANSWERS: dict[str, type] = {
+    "create_completion": Completion,
+    "create_chat_completion": ChatCompletion,
+    "list_models": ModelList,
+    "get_model": Model,
+    "cancel_request": Cancelled,
+    "health": HealthReply,
+    "ready": HealthReply,
+}
+_REFUSALS = {
+    "create_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "create_chat_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "list_models": (400, 401, 403, 503),
+    "get_model": (400, 401, 403, 404, 503),
+    "cancel_request": (400, 401, 403),
+    "metrics": (400, 401, 403),
+}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description of all routes."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    forms = [*_BODIES.values(), *_ANSWERS.values(), ErrorBody]
+    references, components = msgspec.json.schema_components(forms, ref_template="#/components/schemas/{name}")
+    reference = dict(zip(forms, references, strict=True))
+    document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    document["components"]["schemas"].pop("HTTPValidationError", None)
+    document["components"]["schemas"].pop("ValidationError", None)
+    for path in document["paths"].values():
+        for operation in path.values():
+            _complete(operation, reference)
+    return document
+
+
+def _complete(operation: dict[str, Any], reference: dict[type, dict[str, Any]]) -> None:
+    name = operation["operationId"]
+    responses = operation["responses"]
+    responses.pop("422", None)
+    if name in _BODIES:
+        operation["requestBody"] = {"required": True, "content": _json(reference[_BODIES[name]])}
+    if name in _ANSWERS:
+        responses["200"]["content"] = _json(reference[_ANSWERS[name]])
+        if name in _BODIES:
+            responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    if name in ("health", "ready"):
+        responses["503"] = {"description": "Not now", "content": _json(reference[HealthReply])}
+        responses["400"] = {"description": "Refused", "content": _json(reference[ErrorBody])}
+        responses["403"] = {"description": "Refused", "content": _json(reference[ErrorBody])}
+    if name == "metrics":
+        responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    for status in _REFUSALS.get(name, ()):
+        responses[str(status)] = {"description": "Refused", "content": _json(reference[ErrorBody])}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,187 @@
+"""From a checked body to what the engine is asked: prompt ids, sampling parameters, and their limits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from lowlat.engine.request import SamplingParams
+from lowlat.server.errors import ApiError, bad_field
+from lowlat.server.requests import ChatRequest, CompletionRequest, GenerationFields
+
+GREEDY_BELOW = 1e-4
+"""A temperature below this is taken as 0: logits divided by it would leave float32."""
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """One HTTP request, ready to be sent to the engine: `len(prompts) * n` sequences."""
+
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    """For all choices; `sampling_of` has what differs between them."""
+    max_tokens: list[int]
+    """Per prompt: most tokens to generate, so that prompt + answer fit the context."""
+    n: int
+    stop: list[str]
+    priority: int
+    cache_salt: str
+    return_token_ids: bool
+
+    def sampling_of(self, prompt: int, choice: int) -> SamplingParams:
+        """Parameters of choice number `choice` of a prompt. Choice 0 keeps the request's seed, so `n` does not change
+        it; the others get seeds derived from it."""
+        seed = self.sampling.seed
+        if seed is not None and choice > 0:
+            seed = derived_seed(seed, choice)
+        return msgspec.structs.replace(self.sampling, seed=seed, max_tokens=self.max_tokens[prompt])
+
+
+def derived_seed(seed: int, choice: int) -> int:
+    """A seed in [0, 2^63) for a later choice of the same request; equal on every machine."""
+    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def make_plan(
+    body: GenerationFields,
+    prompts: list[list[int]],
+    *,
+    prompt_field: str,
+    logprobs: int | None,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    vocab_size: int,
+    max_context: int,
+    max_n: int,
+) -> Plan:
+    """Check what depends on the model, and settle every default.
+
+    `default_max_tokens` None: as many tokens as the context leaves.
+
+    Raises:
+        ApiError: 400 naming the field.
+    """
+    n = body.n or 1
+    if n > max_n:
+        raise bad_field("n", f"at most {max_n} choices, got {n}")
+    for number, ids in enumerate(prompts):
+        where = prompt_field if len(prompts) == 1 else f"{prompt_field}[{number}]"
+        if len(ids) + 1 > max_context:
+            raise bad_field(
+                where,
+                f"{len(ids)} tokens leave no room for an answer in this model's context of {max_context} tokens; "
+                f"send at most {max_context - 1}",
+                code="context_length_exceeded",
+            )
+    stop_ids = body.stop_token_ids or []
+    for number, id in enumerate(stop_ids):
+        if id >= vocab_size:
+            raise bad_field(f"stop_token_ids[{number}]", _outside(id, vocab_size))
+    asked = max_tokens if max_tokens is not None else default_max_tokens
+    return Plan(
+        prompts=prompts,
+        sampling=sampling_params(body, logprobs, tuple(dict.fromkeys(stop_ids)), vocab_size),
+        max_tokens=[max_context - len(ids) if asked is None else min(asked, max_context - len(ids)) for ids in prompts],
+        n=n,
+        stop=[body.stop] if isinstance(body.stop, str) else list(dict.fromkeys(body.stop or [])),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def sampling_params(
+    body: GenerationFields, logprobs: int | None, stop_token_ids: tuple[int, ...], vocab_size: int
+) -> SamplingParams:
+    """The engine's parameters. `top_p` 0 means the most likely token alone, as `top_k` 1 does; `top_k` -1 is off."""
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_p = 1.0 if body.top_p is None else body.top_p
+    top_k = 0 if body.top_k is None or body.top_k < 0 else min(body.top_k, vocab_size)
+    if top_p == 0:
+        top_k, top_p = 1, 1.0
+    return SamplingParams(
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=None if body.seed is None else body.seed % 2**63,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def completion_prompts(body: CompletionRequest, max_prompts: int) -> Sequence[str | list[int]]:
+    """The prompts of a completion request: text or ids.
+
+    Raises:
+        ApiError: 400; too many prompts, an empty one, or texts and ids mixed at one level.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        prompts: list[str | list[int]] = [prompt]
+    elif isinstance(prompt[0], int):
+        for number, item in enumerate(prompt):
+            if not isinstance(item, int):
+                raise bad_field(f"prompt[{number}]", "a list that begins with a token id holds token ids only")
+        prompts = [prompt]  # type: ignore[list-item]
+    else:
+        kind = type(prompt[0])
+        for number, item in enumerate(prompt):
+            if type(item) is not kind:
+                raise bad_field(f"prompt[{number}]", "the prompts of a list are all texts or all lists of token ids")
+        prompts = prompt  # type: ignore[assignment]
+    if len(prompts) > max_prompts:
+        raise bad_field("prompt", f"at most {max_prompts} prompts a request, got {len(prompts)}")
+    for number, one in enumerate(prompts):
+        if not one:
+            raise bad_field("prompt" if len(prompts) == 1 else f"prompt[{number}]", "must not be empty")
+    return prompts
+
+
+def check_ids(ids: list[int], where: str, vocab_size: int) -> None:
+    """Raises ApiError (400) for the first id outside [0, vocab_size)."""
+    if max(ids) >= vocab_size:
+        number = next(n for n, id in enumerate(ids) if id >= vocab_size)
+        raise bad_field(f"{where}[{number}]", _outside(ids[number], vocab_size))
+
+
+def chat_logprobs(body: ChatRequest) -> int | None:
+    """How many alternatives a chat request wants; None: no log-probabilities.
+
+    Raises:
+        ApiError: 400; `top_logprobs` without `logprobs: true`.
+    """
+    if not body.logprobs:
+        if body.top_logprobs is not None:
+            raise bad_field("top_logprobs", "needs logprobs: true")
+        return None
+    return body.top_logprobs or 0
+
+
+def chat_max_tokens(body: ChatRequest) -> int | None:
+    """`max_completion_tokens`, or its older name.
+
+    Raises:
+        ApiError: 400; both are given and differ.
+    """
+    new, old = body.max_completion_tokens, body.max_tokens
+    if new is not None and old is not None and new != old:
+        raise bad_field("max_tokens", "differs from max_completion_tokens; send one of them")
+    return new if new is not None else old
+
+
+def check_model(name: str | None, served: str, path: str) -> None:
+    """Raises ApiError (404) when a request names another model than the one served."""
+    if name is not None and name not in (served, path):
+        raise ApiError(
+            404,
+            f"model: {name!r} is not served here; this server serves {served!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _outside(id: int, vocab_size: int) -> str:
+    return f"token id {id} is outside the vocabulary of {vocab_size} ids"

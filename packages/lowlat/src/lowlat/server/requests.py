@@ -1,0 +1,123 @@
+"""Bodies that clients send: the OpenAI forms, with this server's extensions and limits.
+
+A field that no struct here knows is refused. A field that would change the answer and is not supported yet is listed
+in `Unsupported` with the values that ask for nothing; any other value is refused by `decode_body`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+def no_op(*values: Any) -> Meta:
+    """A field that is not supported: only null and `values`, which ask for nothing, are accepted."""
+    return Meta(
+        description="Not supported: only values that change nothing are accepted.",
+        extra_json_schema={"enum": [None, *values]},
+        extra={"no_op": values},
+    )
+
+
+IGNORED = Meta(description="Accepted and ignored: it cannot change the answer.")
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, no_op(False)] = None
+
+
+class Unsupported(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that are known, would change the answer, and are not supported yet; and those that change nothing."""
+
+    tools: Annotated[Any, no_op([])] = None
+    tool_choice: Annotated[Any, no_op("none", "auto")] = None
+    functions: Annotated[Any, no_op([])] = None
+    function_call: Annotated[Any, no_op("none", "auto")] = None
+    response_format: Annotated[Any, no_op({"type": "text"})] = None
+    presence_penalty: Annotated[Any, no_op(0)] = None
+    frequency_penalty: Annotated[Any, no_op(0)] = None
+    repetition_penalty: Annotated[Any, no_op(1)] = None
+    logit_bias: Annotated[Any, no_op({})] = None
+    min_tokens: Annotated[Any, no_op(0)] = None
+    min_p: Annotated[Any, no_op(0)] = None
+    best_of: Annotated[Any, no_op(1)] = None
+    suffix: Annotated[Any, no_op("")] = None
+    echo: Annotated[Any, no_op(False)] = None
+    prompt_logprobs: Annotated[Any, no_op()] = None
+    include_stop_str_in_output: Annotated[Any, no_op(False)] = None
+    skip_special_tokens: Annotated[Any, no_op(True)] = None
+    modalities: Annotated[Any, no_op(["text"])] = None
+    audio: Annotated[Any, no_op()] = None
+    prediction: Annotated[Any, no_op()] = None
+    reasoning_effort: Annotated[Any, no_op("none")] = None
+    verbosity: Annotated[Any, no_op("medium")] = None
+    web_search_options: Annotated[Any, no_op()] = None
+
+    user: Annotated[Any, IGNORED] = None
+    safety_identifier: Annotated[Any, IGNORED] = None
+    metadata: Annotated[Any, IGNORED] = None
+    store: Annotated[Any, IGNORED] = None
+    service_tier: Annotated[Any, IGNORED] = None
+    prompt_cache_key: Annotated[Any, IGNORED] = None
+    prompt_cache_retention: Annotated[Any, IGNORED] = None
+    parallel_tool_calls: Annotated[Any, IGNORED] = None
+
+
+class GenerationFields(Unsupported, kw_only=True):
+    """What completion and chat requests have in common."""
+
+    model: Annotated[str, Meta(max_length=1024)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: RequestId | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    refusal: Annotated[Any, no_op()] = None
+    tool_calls: Annotated[Any, no_op([])] = None
+    function_call: Annotated[Any, no_op()] = None
+    audio: Annotated[Any, no_op()] = None
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    chat_template_kwargs: Annotated[Any, no_op({})] = None

@@ -1,0 +1,52 @@
+"""What the two generating routes share: from a request on the wire to the response that runs it."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from starlette.requests import Request
+
+from lowlat.server.errors import bad_field
+from lowlat.server.generation import Generation
+from lowlat.server.plan import Plan
+from lowlat.server.requests import GenerationFields
+from lowlat.server.responses import AnswerResponse
+from lowlat.server.state import ReadyModel, ServerState
+from lowlat.server.writers import ChatWriter, CompletionWriter, collect, stream
+
+
+def state_of(request: Request) -> ServerState:
+    return cast(ServerState, request.app.state.server)
+
+
+def request_id_of(request: Request, body: GenerationFields) -> str | None:
+    """The id that the client chose, in the body or as `X-Request-Id`; None: it chose none.
+
+    Raises:
+        ApiError: 400; both are given and differ.
+    """
+    header: str | None = request.scope.get("lowlat_request_id")
+    if body.request_id is not None and header is not None and body.request_id != header:
+        raise bad_field("request_id", "differs from the X-Request-Id header; send one of them")
+    return body.request_id or header
+
+
+def answer(
+    request: Request,
+    body: GenerationFields,
+    plan: Plan,
+    model: ReadyModel,
+    writer: type[CompletionWriter] | type[ChatWriter],
+    arrival: float,
+) -> AnswerResponse:
+    """Submit the plan and return the response that sends what comes of it."""
+    state = state_of(request)
+    generation: Generation = state.submit(request_id_of(request, body), plan, model.text, arrival)
+    words = writer(generation, model.text.name, int(time.time()))
+    if body.stream:
+        options = body.stream_options
+        chunks = stream(generation, words, bool(options is not None and options.include_usage))
+    else:
+        chunks = collect(generation, words)
+    return AnswerResponse(generation, chunks, state.release, streamed=bool(body.stream))

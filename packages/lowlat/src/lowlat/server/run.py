@@ -1,0 +1,199 @@
+"""Running the server: uvicorn, signals, draining, and the exit code.
+
+First SIGTERM or SIGINT: new work is refused with 503, open requests get `drain_s` seconds, then the process ends with
+exit code 0. A second one ends it at once with exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from lowlat.engine.client import EngineClient, EngineUnavailableError
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.messages import Ready
+from lowlat.server.app import create_app
+from lowlat.server.logs import log_event, set_up_logging
+from lowlat.server.settings import ServerSettings
+from lowlat.server.state import ServerState
+from lowlat.server.text_model import TextModel, load_text_model
+
+
+class StartError(Exception):
+    """The server could not start; the text says why."""
+
+
+class DrainingServer(uvicorn.Server):
+    """Keeps listening while it drains, so that late clients get a 503 and not a refused connection."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+        self.ended_early = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        names = [signal.SIGTERM, signal.SIGINT]
+        if threading.current_thread() is not threading.main_thread():
+            names = []  # signals belong to the main thread
+        for name in names:
+            loop.add_signal_handler(name, self._on_signal)
+        try:
+            yield
+        finally:
+            for name in names:
+                loop.remove_signal_handler(name)
+
+    def _on_signal(self) -> None:
+        if self._state.draining:
+            self.ended_early = True
+            self.should_exit = self.force_exit = True
+            return
+        self.drain()
+
+    def drain(self) -> None:
+        """Refuse new work; end when open requests have ended, or after the time for it."""
+        self._state.draining = True
+        self._drainer = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        state = self._state
+        limit = state.settings.drain_s
+        log_event("draining", open_requests=len(state.live), seconds=limit)
+        deadline = time.monotonic() + limit
+        while state.live and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        cut = list(state.live)
+        if cut:
+            log_event("drain_limit_reached", cut_requests=len(cut))
+            for request_id in cut:
+                state.cancel(request_id)
+        self.should_exit = True
+
+
+def serve(
+    config: EngineConfig,
+    settings: ServerSettings,
+    *,
+    engine: EngineClient | None = None,
+    load_text: Callable[[], TextModel] | None = None,
+    on_ready: Callable[[Ready, str], None] | None = None,
+) -> int:
+    """Serve until a signal ends it. Returns the exit code: 0, or 1 when a second signal cut the draining short.
+
+    `engine` may have been spawned already. `load_text` reads the tokenizer (in a thread); by default that of
+    `config.model`. `on_ready` is called with what the engine says and the server's address.
+
+    Raises:
+        StartError: the engine or the tokenizer could not be loaded, or the address is taken.
+    """
+    set_up_logging(settings.log_format)
+    engine = engine or EngineClient(config, heartbeat_timeout=settings.heartbeat_timeout_s)
+    return _run(_serve(config, settings, engine, load_text, on_ready))
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    """Run on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return int(uvloop.run(main))
+
+
+async def _serve(
+    config: EngineConfig,
+    settings: ServerSettings,
+    engine: EngineClient,
+    load_text: Callable[[], TextModel] | None,
+    on_ready: Callable[[Ready, str], None] | None,
+) -> int:
+    def load() -> TextModel:
+        return load_text() if load_text is not None else load_text_model(config.model, settings.served_model_name)
+
+    try:
+        engine.spawn()
+    except OSError as error:
+        raise StartError(f"the engine process cannot be started: {error}") from error
+    app, state = create_app(settings, engine, lambda: asyncio.to_thread(load))
+    server = DrainingServer(uvicorn_config(app, settings), state)
+    listener = _listen(settings)
+    address = f"http://{settings.host}:{listener.getsockname()[1]}"
+    starter = asyncio.create_task(_announce(state, server, address, on_ready))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await engine.close(grace_s=0.0 if server.ended_early else 3.0)
+        listener.close()
+        if not starter.done():
+            starter.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await starter
+    return 1 if server.ended_early else 0
+
+
+def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        ws="none",
+        backlog=2048,
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=2,
+    )
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --port or --host"
+        ) from error
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
+
+
+async def _announce(
+    state: ServerState,
+    server: DrainingServer,
+    address: str,
+    on_ready: Callable[[Ready, str], None] | None,
+) -> None:
+    """Wait for the first readiness; a failure before it ends the server.
+
+    Raises:
+        StartError: the engine or the tokenizer could not be loaded.
+    """
+    while not server.started and not server.should_exit:
+        await asyncio.sleep(0.01)
+    try:
+        await state.text()
+        ready = await state.engine.wait_ready()
+    except (EngineUnavailableError, ValueError, OSError) as error:
+        if state.draining:
+            return
+        server.should_exit = True
+        raise StartError(str(error)) from error
+    log_event("ready", model=ready.model, address=address, engine_seconds=round(ready.ready_s, 2))
+    if on_ready is not None:
+        on_ready(ready, address)
