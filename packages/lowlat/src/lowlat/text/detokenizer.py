@@ -17,14 +17,17 @@ class StreamingDetokenizer:
     One object serves one request: two requests never share state.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        """Raises ValueError when the tokenizer's exact bytes are not known."""
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
+        """`continues`: the text goes on from a prompt, so that a space at its start is kept in every tokenizer.
+
+        Raises ValueError when the tokenizer's exact bytes are not known.
+        """
         if not tokenizer.can_stream():
             raise ValueError("this tokenizer cannot stream text: its decoder is neither byte-level nor SentencePiece")
         self._token_bytes = tokenizer.token_bytes
         self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = _new_utf8_decoder("replace")
-        self._strip_next = tokenizer.strips_first_space
+        self._strip_next = tokenizer.strips_first_space and not continues
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""

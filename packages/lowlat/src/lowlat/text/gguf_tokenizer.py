@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lowlat.text.tokenizer import Tokenizer, TokenizerError
 
-_CONTROL, _USER_DEFINED = 3, 4
+# Types of tokens in GGUF files.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _END_TOKENS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -61,14 +62,15 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if model is None or not isinstance(tokens, list) or not tokens:
         raise TokenizerError("it holds no tokenizer (metadata tokenizer.ggml.model and tokenizer.ggml.tokens)")
-    if model != "gpt2":
+    build = _MODELS.get(model) if isinstance(model, str) else None
+    if build is None:
         raise TokenizerError(
-            f"its tokenizer is of the kind {model!r}; known in GGUF files is gpt2 (byte-level BPE). "
-            "Use the model's Hugging Face folder, which holds a tokenizer.json"
+            f"its tokenizer is of the kind {model!r}; known in GGUF files are gpt2 (byte-level BPE) and llama "
+            "(SentencePiece BPE). Use the model's Hugging Face folder, which holds a tokenizer.json"
         )
-    if len(set(tokens)) != len(tokens):
-        raise TokenizerError("its vocabulary holds a token twice, so it is damaged")
-    data = _byte_level_bpe(metadata, tokens) | {
+    if not all(isinstance(token, str) for token in tokens) or len(set(tokens)) != len(tokens):
+        raise TokenizerError("its vocabulary is damaged: a token is there twice or is not text")
+    data = build(metadata, tokens) | {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -94,7 +96,7 @@ def special_tokens_of(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    name = metadata.get("tokenizer.ggml.pre", "default")
+    name = str(metadata.get("tokenizer.ggml.pre", "default"))
     steps = _PRE_TOKENIZERS.get(name)
     if steps is None:
         raise TokenizerError(
@@ -102,7 +104,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
             "Use the model's Hugging Face folder, which holds a tokenizer.json"
         )
     merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
         raise TokenizerError("its merges are missing (metadata tokenizer.ggml.merges)")
     # A space separates the halves; inside tokens a space is written as another character.
     pairs = [merge.split(" ", 1) for merge in merges]
@@ -121,22 +123,72 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
     }
 
 
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """SentencePiece's BPE knows no merges, only scores of pieces: of two neighbours it joins the best-scored pair."""
+    scores, types = _numbers(metadata, "scores", tokens), _numbers(metadata, "token_type", tokens)
+    if not scores or not types:
+        raise TokenizerError("its scores or token types are missing (metadata tokenizer.ggml.scores, .token_type)")
+    ids = {token: i for i, token in enumerate(tokens) if types[i] in (_NORMAL, _USER_DEFINED, _UNUSED)}
+    merges: list[tuple[float, int, int]] = []
+    for token, i in ids.items():
+        if types[i] != _NORMAL:
+            continue
+        for cut in range(1, len(token)):
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
+            if left is not None and right is not None:
+                merges.append((-scores[i], left, right))
+    merges.sort()
+    unknown = _token_id(metadata, "tokenizer.ggml.unknown_token_id", len(tokens))
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    begin = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    steps = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]  # fmt: skip
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*begin, spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [*steps, *strip]},
+        "model": {
+            "type": "BPE",
+            "unk_token": None if unknown is None else tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": _BYTE in types,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [(tokens[left], tokens[right]) for _, left, right in merges],
+        },
+    }
+
+
+_MODELS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, tokens: list[str]) -> list[Any]:
+    """A number for each token, or none at all."""
+    values = metadata.get(f"tokenizer.ggml.{key}", [])
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list) or len(values) not in (0, len(tokens)):
+        raise TokenizerError(f"tokenizer.ggml.{key} is damaged: it does not have one number a token")
+    if not all(isinstance(value, int | float) for value in values):
+        raise TokenizerError(f"tokenizer.ggml.{key} is damaged: it does not hold numbers")
+    return values
+
+
 def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[dict[str, Any]]:
-    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type", [])
-    if len(types) not in (0, len(tokens)):
-        raise TokenizerError(f"it has {len(tokens)} tokens, but types for {len(types)}")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": i, "content": tokens[i], "special": int(kind) == _CONTROL, **flags}
-        for i, kind in enumerate(types)
-        if kind in (_CONTROL, _USER_DEFINED)
+        {"id": i, "content": tokens[i], "special": kind != _USER_DEFINED, **flags}
+        for i, kind in enumerate(_numbers(metadata, "token_type", tokens))
+        if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN) and tokens[i]
     ]
 
 
 def _frame(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any] | None:
     """The post-processor that puts BOS before and EOS after a text, where the model wants them."""
     bos = eos = None
-    if metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST):
+    usual = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
+    if metadata.get("tokenizer.ggml.add_bos_token", usual):
         bos = _token_id(metadata, "tokenizer.ggml.bos_token_id", len(tokens))
     if metadata.get("tokenizer.ggml.add_eos_token", False):
         eos = _token_id(metadata, "tokenizer.ggml.eos_token_id", len(tokens))
@@ -162,6 +214,6 @@ def _token_id(metadata: Mapping[str, Any], key: str, vocab_size: int) -> int | N
     value = metadata.get(key)
     if value is None:
         return None
-    if not isinstance(value, int) or not 0 <= value < vocab_size:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
         raise TokenizerError(f"{key} is {value!r}, outside its vocabulary of {vocab_size}")
     return value

@@ -85,13 +85,18 @@ class OutputAssembler:
         logprobs: bool = False,
         skip_special_tokens: bool = True,
         text_offset: int = 0,
+        continues: bool = False,
     ) -> None:
-        """`text_offset`: characters already sent before the answer (an echoed prompt); token offsets count from it.
+        """`continues`: the answer goes on from a raw prompt (completions), so a space at its start belongs to it.
+
+        `text_offset`: characters already sent before the answer (an echoed prompt); token offsets count from it.
 
         Raises ValueError for an empty stop string or a tokenizer that cannot stream.
         """
         self._tokenizer = tokenizer
-        self._detokenizer = StreamingDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = StreamingDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, continues=continues
+        )
         self._stops = StopStrings(stop, include_stop=include_stop)
         self._min_tokens = min_tokens
         self._logprobs = logprobs

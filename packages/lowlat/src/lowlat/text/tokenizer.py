@@ -142,7 +142,10 @@ class Tokenizer:
 
         With `add_special_tokens` the model's own frame is added (BOS for many, nothing for others), but never a
         second BOS where the text begins with one. An empty text gives the frame alone, possibly no ids at all.
+        Lone surrogates, which are not characters but can come out of JSON, are read as U+FFFD.
         """
+        if not text.isascii():
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self.bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
             del ids[0]

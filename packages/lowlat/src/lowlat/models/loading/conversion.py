@@ -113,14 +113,26 @@ def _convert(model: GGUFModel, folder: Path, progress: Progress | None) -> None:
             (temporary / name).write_text(text, encoding="utf-8")
         write_weights(model, temporary / SINGLE, progress)
         sizes = {path.name: path.stat().st_size for path in temporary.iterdir()}
-        manifest = {"format": _FORMAT, "source": str(model.file.path.resolve()), "files": sizes}
+        source = str(model.file.path.resolve())
+        manifest = {"format": _FORMAT, "source": source, "files": sizes}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
+        _forget_older(folder, source)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _forget_older(folder: Path, source: str) -> None:
+    """Removes conversions of what the same file held before; nothing can reach them any more."""
+    for other in folder.parent.glob("*/" + _MANIFEST):
+        if other.parent == folder:
+            continue
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(other.read_text(encoding="utf-8"))["source"] == source:
+                shutil.rmtree(other.parent, ignore_errors=True)
 
 
 def _small_files(model: GGUFModel) -> dict[str, str]:
