@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+import zmq
 
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.messages import Abort, Call, Event, Failed, Outputs, Ready, Reply, Shutdown, Starting, Stats, Submit
@@ -190,8 +191,10 @@ class EngineClient:
         self._settled.set()
         if process is None:
             return
-        with contextlib.suppress(Exception):
+        try:
             process.send(Shutdown())
+        except zmq.Again:
+            grace_s = 0.0  # it has not connected yet
         deadline = time.monotonic() + grace_s
         while process.exit_reason() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -227,7 +230,7 @@ class EngineClient:
         if stream is None:
             return False
         if self._process is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(zmq.Again):
                 self._process.send(Abort(id, reason))
         finish = FinishReason.STOP if reason == "stop" else FinishReason.ABORT
         stream.put(RequestOutput(id=id, token_ids=[], finish_reason=finish), time.monotonic())

@@ -1,0 +1,213 @@
+"""An engine process without a model: it speaks the engine's messages and says what a script tells it.
+
+The script is JSON in the environment variable FAKE_ENGINE (see `Script`). A request is answered with the script's
+`reply` and an end of sequence, or, without one, with its own prompt again and again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+
+import msgspec
+import zmq
+
+from lowlat.engine import messages as m
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+
+
+class Script(msgspec.Struct, kw_only=True):
+    step_s: float = 0.001
+    burst: int = 1
+    """Tokens a step brings for each request."""
+    reply: list[int] | None = None
+    eos_id: int = 256
+    vocab_size: int = 260
+    max_context: int = 128
+    start_s: float = 0.0
+    fail_start: str | None = None
+    cached_tokens: int = 0
+    refuse_prompt_of: int | None = None
+    """A prompt of this many tokens ends with an error of its own."""
+    stuck_after_steps: int | None = None
+    """Heartbeats go on, but no step finishes any more."""
+    garbage_after_steps: int | None = None
+    """Then a message follows that nobody can read."""
+
+
+class FakeRequest:
+    def __init__(self, request: GenerateRequest, now: float) -> None:
+        self.request = request
+        self.made = 0
+        self.submitted = now
+        self.queue_s: float | None = None
+
+
+class FakeEngine:
+    def __init__(self, script: Script, config: EngineConfig, commands: str, events: str) -> None:
+        self.script = script
+        self.config = config
+        context = zmq.Context()
+        self.commands = context.socket(zmq.PULL)
+        self.commands.connect(commands)
+        self.events = context.socket(zmq.PUSH)
+        self.events.connect(events)
+        self.live: dict[str, FakeRequest] = {}
+        self.stats = EngineStats(pages_total=100, pages_free=100)
+        self.outputs: list[RequestOutput] = []
+
+    def send(self, event: m.Event) -> None:
+        self.events.send(m.encode(event))
+
+    def run(self) -> None:
+        script = self.script
+        self.send(m.Starting("weights", 50, 100))
+        time.sleep(script.start_s)
+        if script.fail_start is not None:
+            self.send(m.Failed(script.fail_start))
+            time.sleep(0.1)
+            sys.exit(1)
+        self.send(
+            m.Ready(
+                pid=os.getpid(),
+                model=self.config.model,
+                vocab_size=script.vocab_size,
+                max_context=script.max_context,
+                dtype="float32",
+                device="cpu",
+                kv_tokens=1000,
+                page_size=16,
+                kernels=None,
+                ready_s=script.start_s,
+            )
+        )
+        beat = 0.0
+        parent = os.getppid()
+        while os.getppid() == parent:
+            self.take_commands(0 if self.live else 50)
+            if self.live and not self.stuck():
+                time.sleep(script.step_s)
+                self.step()
+            elif self.live:
+                time.sleep(0.01)
+            if time.monotonic() - beat > 0.1:
+                beat = time.monotonic()
+                self.report()
+            self.flush()
+
+    def stuck(self) -> bool:
+        limit = self.script.stuck_after_steps
+        return limit is not None and self.stats.step >= limit
+
+    def flush(self) -> None:
+        if self.outputs:
+            self.send(m.Outputs(self.outputs))
+            self.outputs = []
+            if not self.live:
+                self.report()
+
+    def report(self) -> None:
+        stats = self.stats
+        stats.running = min(len(self.live), self.config.max_batch)
+        stats.waiting = len(self.live) - stats.running
+        stats.pages_held = 2 * stats.running
+        stats.pages_free = stats.pages_total - stats.pages_held
+        self.send(m.Stats(stats, time.monotonic()))
+
+    def take_commands(self, wait_ms: int) -> None:
+        if wait_ms and not self.commands.poll(wait_ms):
+            return
+        while self.commands.poll(0):
+            command = m.decode_command(self.commands.recv())
+            if isinstance(command, m.Submit):
+                request = command.request
+                assert request.id not in self.live
+                if len(request.prompt_ids) == self.script.refuse_prompt_of:
+                    self.outputs.append(
+                        RequestOutput(request.id, [], finish_reason=FinishReason.ERROR, error="refused by the script")
+                    )
+                    continue
+                self.live[request.id] = FakeRequest(request, time.monotonic())
+                self.stats.prompt_tokens += len(request.prompt_ids)
+            elif isinstance(command, m.Abort):
+                if self.live.pop(command.id, None) is not None:
+                    self.stats.aborted += command.reason == "abort"
+                    self.outputs.append(RequestOutput(command.id, [], finish_reason=FinishReason.ABORT))
+            elif isinstance(command, m.Call):
+                if command.name == "echo":
+                    self.send(m.Reply(command.number, dict(command.arguments)))
+                else:
+                    self.send(m.Reply(command.number, error=f"no call named {command.name}"))
+            elif isinstance(command, m.Shutdown):
+                sys.exit(0)
+
+    def step(self) -> None:
+        self.stats.step += 1
+        if self.stats.step == self.script.garbage_after_steps:
+            self.events.send(b"\xc1 not msgpack")
+        for live in list(self.live.values())[: self.config.max_batch]:
+            self.advance(live)
+
+    def advance(self, live: FakeRequest) -> None:
+        request, sampling, script = live.request, live.request.sampling, self.script
+        if live.queue_s is None:
+            live.queue_s = time.monotonic() - request.arrival
+        ids: list[int] = []
+        finish, stop_id = None, None
+        for _ in range(script.burst):
+            ids.append(self.next_token(request, live.made))
+            live.made += 1
+            ends = ids[-1] in sampling.stop_token_ids or (ids[-1] == script.eos_id and not sampling.ignore_eos)
+            if ends:
+                finish, stop_id = FinishReason.STOP, ids[-1]
+            elif live.made >= sampling.max_tokens:
+                finish = FinishReason.LENGTH
+            if finish:
+                break
+        self.stats.generated_tokens += len(ids)
+        self.outputs.append(
+            RequestOutput(
+                request.id,
+                ids,
+                logprobs=None if sampling.logprobs is None else [self.logprobs(id, sampling.logprobs) for id in ids],
+                finish_reason=finish,
+                stop_token_id=stop_id,
+                cached_tokens=script.cached_tokens,
+                queue_s=live.queue_s,
+            )
+        )
+        if finish:
+            self.stats.finished += 1
+            del self.live[request.id]
+
+    def next_token(self, request: GenerateRequest, made: int) -> int:
+        reply = self.script.reply
+        if reply is None:
+            return request.prompt_ids[made % len(request.prompt_ids)]
+        return reply[made] if made < len(reply) else self.script.eos_id
+
+    def logprobs(self, token: int, count: int) -> TokenLogprobs:
+        """The token itself first; the last alternative is impossible, as a masked token is."""
+        ids = [token, *(n for n in range(self.script.vocab_size) if n != token)][:count]
+        values = [-0.25 * (n + 1) for n in range(count)]
+        if count > 1:
+            values[-1] = -math.inf
+        return TokenLogprobs(-0.25, 1, ids, values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--commands", "--events", "--config"):
+        parser.add_argument(name, required=True)
+    options = parser.parse_args()
+    script = msgspec.json.decode(os.environ.get("FAKE_ENGINE", "{}"), type=Script)
+    config = msgspec.json.decode(options.config, type=EngineConfig)
+    FakeEngine(script, config, options.commands, options.events).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A live server in a thread, with the scripted engine of fake_engine.py, and a tokenizer of single bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from lowlat.engine.client import EngineClient
+from lowlat.engine.config import EngineConfig
+from lowlat.server.app import create_app
+from lowlat.server.run import DrainingServer, _listen, uvicorn_config
+from lowlat.server.settings import ServerSettings
+from lowlat.server.state import ServerState
+from lowlat.server.text_model import TextModel
+from lowlat.text.chat import ChatTemplate
+from lowlat.text.tokenizer import Tokenizer
+
+FAKE_PROGRAM = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+EOS, START, END = 256, 257, 258
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(bos: bool = False) -> Tokenizer:
+    """Token id n is the byte n; 256 ends a sequence, 257 and 258 mark messages (257 begins a text with `bos`)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    from lowlat.text.token_bytes import byte_of_character
+
+    table = byte_of_character()
+    library = tokenizers.Tokenizer(models.BPE({char: table[char] for char in alphabet}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<eos>", "<s>", "<e>"])
+    assert [library.token_to_id(name) for name in ("<eos>", "<s>", "<e>")] == [EOS, START, END]
+    if bos:
+        library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", START)])
+    return Tokenizer(library, bos_id=START if bos else None, eos_ids=[EOS])
+
+
+def byte_text_model(bos: bool = False, template: str | None = TEMPLATE) -> TextModel:
+    chat = None if template is None else ChatTemplate(template, {})
+    return TextModel(name="fake", path="fake-model", tokenizer=byte_tokenizer(bos), chat_template=chat)
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+class Live:
+    """A server that listens on a free port of 127.0.0.1."""
+
+    def __init__(self, state: ServerState, server: DrainingServer, loop: asyncio.AbstractEventLoop, url: str) -> None:
+        self.state = state
+        self.server = server
+        self.loop = loop
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=20)
+
+    def on_loop(self, call: Callable[[], Any]) -> Any:
+        """Run a function on the server's loop and return what it returns."""
+
+        async def run() -> Any:
+            return call()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, **body: Any) -> Any:
+        answer = self.post("/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def chat(self, text: str, **body: Any) -> Any:
+        answer = self.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        """All events of a stream, `[DONE]` included."""
+        return list(self.stream(path, **body))
+
+    def stream(self, path: str, **body: Any) -> Iterator[Any]:
+        with self.http.stream("POST", path, json=body | {"stream": True}) as answer:
+            if answer.status_code != 200:
+                answer.read()
+            assert answer.status_code == 200, answer.text
+            for line in answer.iter_lines():
+                if line:
+                    assert line.startswith("data: "), line
+                    data = line.removeprefix("data: ")
+                    yield data if data == "[DONE]" else json.loads(data)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples; `name` may carry labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            if not line.startswith("#") and (line.split(" ")[0] == name or line.startswith(name + "{")):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Poll until `condition` gives something true, and return it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found or time.monotonic() > deadline:
+            assert found, "condition not met in time"
+            return found
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def live_server(
+    script: dict[str, Any] | None = None,
+    *,
+    config: EngineConfig | None = None,
+    text: TextModel | None = None,
+    wait_ready: bool = True,
+    heartbeat_timeout: float = 5.0,
+    restart_window_s: float = 3600.0,
+    **settings: Any,
+) -> Iterator[Live]:
+    """A server over a scripted engine; `settings` are fields of ServerSettings."""
+    earlier = os.environ.get("FAKE_ENGINE")
+    os.environ["FAKE_ENGINE"] = json.dumps(script or {})
+    model = text or byte_text_model()
+    engine = EngineClient(
+        config or EngineConfig(model="fake-model"),
+        program=FAKE_PROGRAM,
+        heartbeat_timeout=heartbeat_timeout,
+        restart_window_s=restart_window_s,
+    )
+
+    async def load_text() -> TextModel:
+        return model
+
+    options = ServerSettings(port=0, **settings)
+    app, state = create_app(options, engine, load_text)
+    server = DrainingServer(uvicorn_config(app, options), state)
+    listener = _listen(options)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    live = Live(state, server, loop, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    try:
+        wait_for(lambda: server.started)
+        if wait_ready:
+            wait_for(lambda: live.http.get("/ready").status_code == 200)
+        yield live
+    finally:
+        live.http.close()
+        server.should_exit = True
+        thread.join(15)
+        assert not thread.is_alive(), "the server did not end"
+        loop.close()
+        if earlier is None:
+            os.environ.pop("FAKE_ENGINE", None)
+        else:
+            os.environ["FAKE_ENGINE"] = earlier
