@@ -268,7 +268,7 @@ class Scheduler:
         When pages run out, requests are preempted from the end of the running list, so never one that has its page.
         """
         page_size = self.cache.page_size
-        decoding = []
+        decoding: list[ActiveRequest] = []
         index = 0
         while index < len(self._running):
             active = self._running[index]

@@ -1,0 +1,167 @@
+"""From a configuration to a running engine: checkpoint, model, KV pool, ranks, a first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from lowlat.cache.groups import pages_for
+from lowlat.cache.layout import KVPool, torch_dtype
+from lowlat.cache.prefix import PrefixCache
+from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.core import EngineCore
+from lowlat.engine.executor import Executor, ThreadExecutor
+from lowlat.engine.ranks import RankGroup, TensorParallelExecutor
+from lowlat.engine.runner import ModelRunner
+from lowlat.engine.scheduler import Scheduler
+from lowlat.models.base import BuildContext
+from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
+from lowlat.models.registry import build_model
+from lowlat.parallel.group import Communicator, SingleRank
+from lowlat.platform import Platform, select
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what), bytes; total 0: unknown."""
+
+
+class SetupError(Exception):
+    """The configuration cannot be served; the text says why and what to do."""
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What was chosen where the configuration left it open."""
+
+    model: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_context: int
+    page_size: int
+    kv_tokens: int
+    eos_ids: tuple[int, ...]
+    kernels: str | None
+
+
+class RankParts(msgspec.Struct):
+    """What one rank has."""
+
+    runner: ModelRunner
+    limits: PlanLimits
+    facts: EngineFacts
+    platform: Platform
+    threads: int
+
+
+def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, EngineFacts, Checkpoint]:
+    """Build everything on rank 0 (and start the other ranks); a step has run when this returns.
+
+    Raises:
+        SetupError, CheckpointError, UnsupportedModelError: the configuration or the model cannot be used.
+    """
+    checkpoint = open_checkpoint(config.model, progress=progress)
+    group = RankGroup.start(config) if config.tensor_parallel > 1 else None
+    try:
+        communicator: Communicator = group.join() if group else SingleRank()
+        parts = build_rank(config, checkpoint, communicator, progress)
+        scheduler = Scheduler(
+            PrefixCache(
+                parts.facts.kv_tokens // parts.facts.page_size, parts.facts.page_size, enabled=config.prefix_cache
+            ),
+            parts.limits,
+            eos_ids=frozenset(parts.facts.eos_ids),
+            chunk_tokens=config.chunk_tokens,
+            seed=config.seed,
+        )
+        run = parts.runner.run
+        executor: Executor = ThreadExecutor(run, lambda: parts.platform.set_threads(parts.threads))
+        if group is not None:
+            executor = TensorParallelExecutor(executor, group, parts.limits)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+    return EngineCore(scheduler, executor, run_ahead=config.run_ahead), parts.facts, checkpoint
+
+
+def build_rank(
+    config: EngineConfig, checkpoint: Checkpoint, communicator: Communicator, progress: Progress
+) -> RankParts:
+    """Build the part of the engine that every rank has, and run a first step through it."""
+    platform = select(config.device)
+    dtype = platform.default_dtype if config.dtype == "auto" else config.dtype
+    threads = config.threads or max(1, (os.cpu_count() or 1) // config.tensor_parallel)
+    platform.set_threads(threads)
+    max_context = _max_context(config, checkpoint)
+    build = BuildContext(platform, communicator, torch_dtype(dtype), max_context)
+    model = build_model(checkpoint, build, lambda done, total: progress(done, total, "loading weights"))
+    page_size = config.page_size
+    pages = _pages(config, max_context, sum(group.bytes_per_entry for group in model.cache_groups()), platform)
+    pages = int(communicator.broadcast(torch.tensor(pages)))
+    limits = PlanLimits(
+        max_batch=config.max_batch,
+        max_rows=config.chunk_tokens + config.max_batch,
+        max_pages=min(pages_for(max_context, page_size), pages),
+    )
+    kv = KVPool(model.kv_layout(pages, page_size), platform.device)
+    runner = ModelRunner(model, kv, limits, communicator, min_rows=platform.min_rows)
+    facts = EngineFacts(
+        model=checkpoint.name,
+        dtype=dtype,
+        device=str(platform.device),
+        vocab_size=model.config.vocab_size,
+        max_context=min(max_context, pages * page_size),
+        page_size=page_size,
+        kv_tokens=pages * page_size,
+        eos_ids=eos_ids(checkpoint),
+        kernels=None,
+    )
+    progress(0, 0, "first step")
+    _first_step(runner)
+    return RankParts(runner, limits, facts, platform, threads)
+
+
+def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Tokens that end an answer: of generation_config.json, else of config.json."""
+    for source in (checkpoint.generation_config, checkpoint.config):
+        ids = source.get("eos_token_id")
+        if isinstance(ids, int):
+            return (ids,)
+        if ids:
+            return tuple(ids)
+    return ()
+
+
+def _max_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    limit = checkpoint.config.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        raise SetupError(f"{checkpoint.name}: config.json has no max_position_embeddings")
+    if config.max_context is None:
+        return limit
+    if not 2 <= config.max_context <= limit:
+        raise SetupError(f"max context {config.max_context} is not within 2 and the model's own {limit}")
+    return config.max_context
+
+
+def _pages(config: EngineConfig, max_context: int, bytes_per_token: int, platform: Platform) -> int:
+    if config.kv_tokens is not None:
+        pages = config.kv_tokens // config.page_size
+    else:
+        tokens = min(config.max_batch * max_context, platform.memory_available() // bytes_per_token)
+        pages = tokens // config.page_size
+    if pages * config.page_size < 2:
+        raise SetupError(f"the KV pool has room for {pages} pages of {config.page_size} tokens: too few to serve")
+    return pages
+
+
+def _first_step(runner: ModelRunner) -> None:
+    """A prefill and a decode step on page 0, so that the first request finds everything warm and working."""
+    greedy = SlotSampling(0.0, 0, 1.0, 0, -1)
+    if runner.kv.layout.page_size * runner.max_pages < 2:
+        raise SetupError("a request must be able to hold at least two tokens")
+    pages = list(range(pages_for(2, runner.kv.layout.page_size)))
+    runner.run(StepPlan(0, [(0, greedy)], [(0, 0, pages)], [PrefillChunk(0, 0, [0], True)], []))
+    runner.run(StepPlan(1, [], [], [], [0]))

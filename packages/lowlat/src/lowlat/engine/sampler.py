@@ -1,0 +1,99 @@
+"""Choosing tokens from logits.
+
+Legend of shape suffixes: M samples of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lowlat.engine.batch import SlotSampling
+from lowlat.engine.request import TokenLogprobs
+
+# Below this a temperature means greedy: dividing by it could overflow, and one token has all the mass anyway.
+MIN_TEMPERATURE = 1e-5
+
+# Filters look at so many of the most likely tokens first, and sort the whole vocabulary only if those are too few.
+_FIRST_LOOK = 256
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+class BadLogitsError(Exception):
+    """A step's logits are not numbers."""
+
+
+def sample(
+    logits_MV: torch.Tensor, settings: list[SlotSampling], positions: list[int]
+) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    """Choose a token for each row of float32 `logits_MV`.
+
+    `positions` are the places of the chosen tokens in their sequences: the random number of a token depends on its
+    request's seed and its position alone, never on what shares the batch.
+
+    Returns tokens, and log-probabilities where any row asked for them. Raises `BadLogitsError` for NaN.
+    """
+    best, tokens_M = logits_MV.max(dim=-1)
+    if bool(best.isnan().any()):
+        raise BadLogitsError("a step's logits contain NaN: the weights or a kernel are broken")
+    tokens: list[int] = tokens_M.tolist()
+    for row, (setting, position) in enumerate(zip(settings, positions, strict=True)):
+        if setting.temperature >= MIN_TEMPERATURE:
+            tokens[row] = _draw(logits_MV[row], setting, uniform(setting.seed, position))
+    if all(setting.logprobs < 0 for setting in settings):
+        return tokens, None
+    return tokens, [
+        _logprobs(logits_MV[row], tokens[row], setting.logprobs) if setting.logprobs >= 0 else None
+        for row, setting in enumerate(settings)
+    ]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from a 64-bit seed and a counter, by the finaliser of splitmix64 (Steele et al. 2014)."""
+    value = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
+    value = _mix((value + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    return (value >> 11) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _draw(logits_V: torch.Tensor, setting: SlotSampling, number: float) -> int:
+    """Invert the distribution function at `number`, after temperature, then top-k, then top-p."""
+    scaled_V = (logits_V - logits_V.max()).div_(setting.temperature)
+    if setting.top_k > 0:
+        scaled, ids = scaled_V.topk(min(setting.top_k, len(scaled_V)))
+        probabilities = scaled.softmax(-1, dtype=torch.float64)
+    elif setting.top_p < 1.0:
+        probabilities, ids = _head_of(scaled_V.softmax(-1, dtype=torch.float64), setting.top_p)
+    else:
+        probabilities, ids = scaled_V.softmax(-1, dtype=torch.float64), None
+    cumulative = probabilities.cumsum(-1)
+    if setting.top_p < 1.0:
+        # Keep the fewest most likely tokens whose mass reaches top_p; at least one.
+        kept = int(torch.searchsorted(cumulative, setting.top_p)) + 1
+        cumulative = cumulative[:kept]
+    index = int(torch.searchsorted(cumulative, number * float(cumulative[-1]), right=True))
+    index = min(index, len(cumulative) - 1)
+    return index if ids is None else int(ids[index])
+
+
+def _head_of(probabilities_V: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Most likely tokens, best first, enough to hold `mass`: their probabilities and ids."""
+    head, ids = probabilities_V.topk(min(_FIRST_LOOK, len(probabilities_V)))
+    if float(head.sum()) >= mass:
+        return head, ids
+    return probabilities_V.sort(descending=True)
+
+
+def _logprobs(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    total = logits_V.logsumexp(-1)
+    chosen = logits_V[token]
+    rank = int((logits_V > chosen).sum()) + 1
+    if count == 0:
+        return TokenLogprobs(float(chosen - total), rank, [], [])
+    top, ids = logits_V.topk(min(count, len(logits_V)))
+    return TokenLogprobs(float(chosen - total), rank, ids.tolist(), (top - total).tolist())

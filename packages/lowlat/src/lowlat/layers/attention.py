@@ -1,0 +1,94 @@
+"""Attention over paged keys and values, the general path: PyTorch's own attention on gathered or adjoining slots.
+
+Legend of shape suffixes: R rows, S KV slots, K key-value heads, G query heads a key-value head, N = K * G query heads,
+D head dimension, L tokens seen, B requests.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from lowlat.layers.step import DecodeGroup, Segment, StepInputs
+
+# Masks are built for at most so many (query, key) pairs at a time; longer prefills go block by block.
+_MASK_ENTRIES = 1 << 23
+
+
+def paged_attention(
+    q_RND: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    step: StepInputs,
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D)) v for every row over its own request's tokens up to itself; padding rows give zeros.
+
+    Returns [R, N * D].
+    """
+    rows, heads, head_dim = q_RND.shape
+    kv_heads = keys_SKD.shape[1]
+    if len(step.segments) == 1 and step.segments[0].rows == rows and not step.decodes:
+        return _segment(q_RND, keys_SKD, values_SKD, step.segments[0]).reshape(rows, heads * head_dim)
+    out_RX = q_RND.new_zeros(rows, heads * head_dim)
+    for segment in step.segments:
+        end = segment.first + segment.rows
+        out = _segment(q_RND[segment.first : end], keys_SKD, values_SKD, segment)
+        out_RX[segment.first : end] = out.reshape(segment.rows, heads * head_dim)
+    for group in step.decodes:
+        q_BKGD = q_RND.index_select(0, group.rows).view(-1, kv_heads, heads // kv_heads, head_dim)
+        out_RX.index_copy_(0, group.rows, _decode_group(q_BKGD, keys_SKD, values_SKD, group).flatten(1))
+    return out_RX
+
+
+def _decode_group(
+    q_BKGD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, group: DecodeGroup
+) -> torch.Tensor:
+    """One query token for each of B requests: the G heads that share a key-value head are its query rows."""
+    requests, longest = group.slots.shape
+    shape = (requests, longest, *keys_SKD.shape[1:])
+    keys_BKLD = keys_SKD.index_select(0, group.slots.view(-1)).view(shape).transpose(1, 2)
+    values_BKLD = values_SKD.index_select(0, group.slots.view(-1)).view(shape).transpose(1, 2)
+    return F.scaled_dot_product_attention(q_BKGD, keys_BKLD, values_BKLD, attn_mask=group.mask)
+
+
+def _segment(q_TND: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """T query tokens of one request, the last of its L tokens: [T, N, D]."""
+    if segment.run >= 0:
+        keys_LKD = keys_SKD[segment.run : segment.run + segment.length]
+        values_LKD = values_SKD[segment.run : segment.run + segment.length]
+    else:
+        keys_LKD = keys_SKD.index_select(0, segment.slots_L)
+        values_LKD = values_SKD.index_select(0, segment.slots_L)
+    keys_1KLD = keys_LKD.transpose(0, 1).unsqueeze(0)
+    values_1KLD = values_LKD.transpose(0, 1).unsqueeze(0)
+    if segment.rows == 1:
+        return _grouped(q_TND, keys_1KLD, values_1KLD, None)
+    groups = q_TND.shape[1] // keys_1KLD.shape[1]
+    block = max(1, _MASK_ENTRIES // (segment.length * groups))
+    start = segment.length - segment.rows
+    parts = []
+    for first in range(0, segment.rows, block):
+        q_part = q_TND[first : first + block]
+        seen = start + first + q_part.shape[0]
+        mask_TL = _causal_mask(q_part.shape[0], seen, q_TND)
+        parts.append(_grouped(q_part, keys_1KLD[:, :, :seen], values_1KLD[:, :, :seen], mask_TL))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _grouped(
+    q_TND: torch.Tensor, keys_1KLD: torch.Tensor, values_1KLD: torch.Tensor, mask_TL: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention with the G heads of a key-value head laid out as query rows, so that keys are never repeated."""
+    tokens, heads, head_dim = q_TND.shape
+    kv_heads = keys_1KLD.shape[1]
+    groups = heads // kv_heads
+    q_1KXD = q_TND.view(tokens, kv_heads, groups, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
+    mask = None if mask_TL is None else mask_TL.repeat(groups, 1)
+    out_1KXD = F.scaled_dot_product_attention(q_1KXD, keys_1KLD, values_1KLD, attn_mask=mask)
+    return out_1KXD.view(kv_heads, groups, tokens, head_dim).permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
+
+
+def _causal_mask(rows: int, length: int, like: torch.Tensor) -> torch.Tensor:
+    """[rows, length] of 0 and minus infinity for the last `rows` of `length` tokens."""
+    mask = torch.full((rows, length), float("-inf"), dtype=like.dtype, device=like.device)
+    return mask.triu_(length - rows + 1)

@@ -1,0 +1,11 @@
+"""Normalisation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019), in the type of `x`."""
+    return F.rms_norm(x_RH, weight_H.shape, weight_H, eps)

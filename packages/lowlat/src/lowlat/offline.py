@@ -1,0 +1,225 @@
+"""A model in this process: `from lowlat import Engine`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from lowlat.engine.build import Progress, build_engine
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, SamplingParams
+from lowlat.text.chat import ChatTemplateError
+from lowlat.text.output import Delta, OutputAssembler, TokenLogprob
+
+Prompt = str | Sequence[int]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one generation."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Seconds to the first step and to the first token, and milliseconds between tokens (mean and 90th percentile)."""
+
+    queue_s: float
+    first_token_s: float
+    gap_mean_ms: float | None
+    gap_p90_ms: float | None
+    total_s: float
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """A whole answer. Text, ids, log-probabilities and usage end at the same token."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str
+    stop_reason: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+class Engine:
+    """Loads a model and generates with it, in the calling thread.
+
+    >>> with Engine(model="smollm2") as engine:
+    ...     print(engine.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text)
+
+    Not safe for use from several threads at once; give several prompts in one call instead, they share each step.
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, *, progress: Progress | None = None, **settings: Any
+    ) -> None:
+        """`settings` are fields of `EngineConfig`, for example `model`, `dtype`, `max_batch`.
+
+        Raises:
+            SetupError, CheckpointError, UnsupportedModelError: the model or the settings cannot be used.
+        """
+        self.config = msgspec.structs.replace(config or EngineConfig(), **settings)
+        self._core, self.facts, self._checkpoint = build_engine(self.config, progress or (lambda *_: None))
+        self.tokenizer = self._checkpoint.tokenizer()
+        self._chat = self._checkpoint.chat(self.tokenizer)
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Any:
+        """Continue one prompt (text or token ids) or several at once; returns a `Generation` or a list of them.
+
+        Raises:
+            ValueError: an empty prompt, or more tokens than the context holds.
+        """
+        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        prompts: Sequence[Prompt] = [prompt] if single else prompt  # type: ignore[assignment,list-item]
+        many = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        runs = [self._start(one, settings, stop) for one, settings in zip(prompts, many, strict=True)]
+        try:
+            for _ in self._drive(runs):
+                pass
+        except BaseException:
+            self._abandon(runs)
+            raise
+        generations = [run.generation() for run in runs]
+        return generations[0] if single else generations
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, stop: Sequence[str] = ()
+    ) -> Iterator[Delta]:
+        """Continue one prompt, piece by piece. Ending the iteration early cancels the request."""
+        run = self._start(prompt, sampling, stop)
+        try:
+            for _, delta in self._drive([run]):
+                yield delta
+        finally:
+            self._abandon([run])
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """Answer a chat. Raises `ChatTemplateError` where the model has no template or it refuses the messages."""
+        generation = self.generate(self.chat_ids(messages), sampling, stop=stop)
+        assert isinstance(generation, Generation)
+        return generation
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat, up to where the answer begins."""
+        if self._chat is None:
+            raise ChatTemplateError(f"{self.facts.model} has no chat template: use generate with a plain prompt")
+        return self._chat.encode(messages, self.tokenizer)
+
+    def close(self) -> None:
+        """End threads and ranks and free the model."""
+        self._core.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, prompt: Prompt, sampling: SamplingParams | None, stop: Sequence[str]) -> _Run:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        bad = [token for token in ids if not 0 <= token < self.facts.vocab_size]
+        if not ids or bad:
+            raise ValueError(f"token ids {bad[:5]} are outside the vocabulary" if bad else "the prompt is empty")
+        sampling = sampling or SamplingParams()
+        room = self.facts.max_context - len(ids)
+        if room < 1:
+            raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self.facts.max_context}")
+        sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        request = GenerateRequest(
+            id=f"local-{next(self._numbers)}", prompt_ids=ids, sampling=sampling, arrival=time.monotonic()
+        )
+        assembler = OutputAssembler(
+            self.tokenizer, stop=stop, logprobs=sampling.logprobs is not None, continues=isinstance(prompt, str)
+        )
+        self._core.submit(request)
+        return _Run(request, assembler)
+
+    def _drive(self, runs: list[_Run]) -> Iterator[tuple[_Run, Delta]]:
+        """Turn the engine until all `runs` have ended, yielding what each step brings."""
+        open_runs = {run.request.id: run for run in runs}
+        while open_runs:
+            for output in self._core.turn():
+                run = open_runs.get(output.id)
+                if run is None:
+                    continue
+                delta = run.take(output)
+                if delta.finished:
+                    del open_runs[output.id]
+                    if output.finish_reason is None:  # a stop string: the engine does not know yet
+                        self._core.abort(output.id, FinishReason.STOP)
+                yield run, delta
+
+    def _abandon(self, runs: list[_Run]) -> None:
+        """Cancel what has not ended, and let the engine come to rest."""
+        for run in runs:
+            self._core.abort(run.request.id)
+        while self._core.has_work:
+            self._core.turn()
+
+
+class _Run:
+    """One request on its way."""
+
+    def __init__(self, request: GenerateRequest, assembler: OutputAssembler) -> None:
+        self.request = request
+        self._assembler = assembler
+        self._deltas: list[Delta] = []
+        self._times: list[float] = []
+        self._cached_tokens = 0
+        self._queue_s = 0.0
+
+    def take(self, output: RequestOutput) -> Delta:
+        """Take in what a step brought."""
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        if output.token_ids:
+            self._times.append(time.monotonic())
+            self._cached_tokens, self._queue_s = output.cached_tokens, output.queue_s
+        delta = self._assembler.push(output.token_ids, output.logprobs, output.finish_reason, output.stop_token_id)
+        self._deltas.append(delta)
+        return delta
+
+    def generation(self) -> Generation:
+        """The whole answer."""
+        last = self._deltas[-1]
+        entries = [entry for delta in self._deltas for entry in delta.logprobs or []]
+        return Generation(
+            text="".join(delta.text for delta in self._deltas),
+            token_ids=[token for delta in self._deltas for token in delta.token_ids],
+            logprobs=entries if self.request.sampling.logprobs is not None else None,
+            finish_reason=last.finish_reason or "",
+            stop_reason=last.stop_reason,
+            usage=Usage(len(self.request.prompt_ids), last.completion_tokens, self._cached_tokens),
+            timings=self._timings(),
+        )
+
+    def _timings(self) -> Timings:
+        times = self._times
+        gaps = sorted((b - a) * 1e3 for a, b in itertools.pairwise(times))
+        return Timings(
+            queue_s=self._queue_s,
+            first_token_s=times[0] - self.request.arrival if times else 0.0,
+            gap_mean_ms=sum(gaps) / len(gaps) if gaps else None,
+            gap_p90_ms=gaps[int(0.9 * (len(gaps) - 1))] if gaps else None,
+            total_s=time.monotonic() - self.request.arrival,
+        )

@@ -1,0 +1,83 @@
+"""The ranks of one tensor-parallel group, over torch.distributed (gloo on CPUs)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lowlat.parallel.shard import Shard
+
+
+class Communicator(Protocol):
+    """What models and samplers need of their group."""
+
+    shard: Shard
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` over the ranks, in place."""
+
+    def gather_columns(self, x_RC: torch.Tensor, total: int) -> torch.Tensor:
+        """Join the ranks' parts of the last dimension (cut by `Shard.part`) to `total` columns on every rank."""
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Give every rank rank 0's `x`, in place."""
+
+
+class SingleRank:
+    """A group of one."""
+
+    shard = Shard()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Nothing to sum."""
+        return x
+
+    def gather_columns(self, x_RC: torch.Tensor, total: int) -> torch.Tensor:
+        """Nothing to join."""
+        return x_RC
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Nothing to send."""
+        return x
+
+
+class TorchGroup:
+    """A group over torch.distributed's default process group."""
+
+    def __init__(self, shard: Shard, rendezvous_file: str, *, backend: str = "gloo", timeout_s: float = 60.0) -> None:
+        """Join the group; returns when all ranks have. Raises `RuntimeError` after `timeout_s` seconds."""
+        self.shard = shard
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{rendezvous_file}",
+            rank=shard.rank,
+            world_size=shard.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` over the ranks, in place."""
+        dist.all_reduce(x)
+        return x
+
+    def gather_columns(self, x_RC: torch.Tensor, total: int) -> torch.Tensor:
+        """Join the ranks' columns; parts are padded to one size for the exchange."""
+        size = self.shard.size
+        widths = [Shard(rank, size).length(total) for rank in range(size)]
+        widest = max(widths)
+        padded = torch.nn.functional.pad(x_RC, (0, widest - x_RC.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Give every rank rank 0's `x`, in place."""
+        dist.broadcast(x, src=0)
+        return x
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
