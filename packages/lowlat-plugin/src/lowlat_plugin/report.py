@@ -1,0 +1,48 @@
+"""What happened to low-latency kernels in an engine, as data for `doctor`, the admin route and the log."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lowlat_plugin.reasons import Reason
+from lowlat_plugin.registry import Failure
+from lowlat_plugin.shadow import ShapeResult
+
+
+class CandidateReport(msgspec.Struct, frozen=True):
+    """One candidate and why it was not chosen; no reasons means that it fits."""
+
+    key: str
+    version: str
+    reasons: tuple[Reason, ...] = ()
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    policy: str
+    state: str
+    on: bool
+    kernels: str | None = None
+    covered: tuple[str, ...] = ()
+    disabled: dict[str, str] = {}
+    reasons: tuple[Reason, ...] = ()
+    candidates: tuple[CandidateReport, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    shadow: tuple[ShapeResult, ...] = ()
+    steps: list[tuple[str, str, int]] = []
+
+    def lines(self) -> list[str]:
+        """For people: one line for the verdict, then every candidate, failure and measurement."""
+        verdict = f"{self.kernels}: {self.state}" if self.kernels else "no kernel library is active"
+        out = [verdict + ("" if self.on else ", switched off")]
+        if self.covered:
+            out.append("  covers " + ", ".join(self.covered))
+        out += [f"  disabled {shape}: {why}" for shape, why in self.disabled.items()]
+        out += [f"  - {reason}" for reason in self.reasons]
+        for candidate in self.candidates:
+            out.append(f"{candidate.key} {candidate.version}: " + ("refused" if candidate.reasons else "fits"))
+            out += [f"  - {reason}" for reason in candidate.reasons]
+        out += [f"{failure.distribution}: could not be loaded\n  - {failure.reason}" for failure in self.failures]
+        for result in self.shadow:
+            out.append(f"shadow {result.shape}: " + "; ".join(map(str, result.measurements)))
+        out += [f"steps {path} ({reason}): {count}" for path, reason, count in self.steps]
+        return out
