@@ -1,0 +1,244 @@
+"""Answers of completions and chats, whole and streamed, against an engine whose tokens are scripted."""
+
+import json
+
+import pytest
+from server_kit import END, START, byte_text_model, ids, live_server
+
+
+def joined(events, part):
+    """Per choice index: the joined text of a stream and its finish reasons."""
+    texts, reasons = {}, {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + part(choice)
+            if choice["finish_reason"] is not None:
+                reasons.setdefault(index, []).append(choice["finish_reason"])
+    assert events[-1] == "[DONE]"
+    return texts, reasons
+
+
+def chat_part(choice):
+    return choice["delta"].get("content", "")
+
+
+def test_a_completion_has_text_usage_and_timings(live):
+    answer = live.complete(prompt="abc", max_tokens=7)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["index"]) == ("abcabca", "length", 0)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "fake"
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 7,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    timings = answer["timings"]
+    assert 0 <= timings["queue_s"] <= timings["first_token_s"] <= timings["total_s"]
+    assert 0 < timings["gap_mean_ms"]
+    assert 0 < timings["gap_p90_ms"]
+    assert "token_ids" not in choice
+
+
+def test_one_token_has_no_gap(live):
+    timings = live.complete(prompt="abc", max_tokens=1)["timings"]
+    assert timings["gap_mean_ms"] is None
+    assert timings["first_token_s"] > 0
+
+
+def test_defaults_for_max_tokens(live):
+    assert live.complete(prompt="abc")["usage"]["completion_tokens"] == 16
+    usage = live.chat("abc")["usage"]
+    assert usage["total_tokens"] == 128
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["aba"]),
+        (["ab", "xyz"], ["aba", "xyz"]),
+        ([97, 98], ["aba"]),
+        ([[97], [98, 99]], ["aaa", "bcb"]),
+    ],
+)
+def test_every_form_of_prompt(live, prompt, texts):
+    answer = live.complete(prompt=prompt, max_tokens=3)
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
+    assert answer["usage"]["completion_tokens"] == 3 * len(texts)
+
+
+def test_a_chat_uses_the_template_and_a_stream_says_the_same(live):
+    whole = live.chat("hi", max_tokens=40, return_token_ids=True)
+    choice = whole["choices"][0]
+    expected = [START, *ids("user\nhi"), END, START, *ids("assistant\n")]
+    assert choice["prompt_token_ids"] == expected
+    assert choice["message"]["role"] == "assistant"
+    events = live.events("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=40)
+    texts, reasons = joined(events, chat_part)
+    assert texts == {0: choice["message"]["content"]}
+    assert reasons == {0: ["length"]}
+    roles = [event["choices"][0]["delta"].get("role") for event in events[:-1]]
+    assert roles[0] == "assistant"
+    assert set(roles[1:]) == {None}
+    assert events[0]["object"] == "chat.completion.chunk"
+    assert "timings" in events[-2]
+    assert all("usage" not in event for event in events[:-1])
+
+
+def test_content_parts_are_joined_and_roles_kept(live):
+    body = {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ],
+        "max_tokens": 1,
+        "return_token_ids": True,
+    }
+    choice = live.post("/v1/chat/completions", **body).json()["choices"][0]
+    assert bytes(choice["prompt_token_ids"][1:9]) == b"system\ns"
+    assert bytes(choice["prompt_token_ids"][11:18]) == b"user\nab"
+
+
+def test_usage_comes_in_the_stream_when_asked_for(live):
+    events = live.events("/v1/completions", prompt="abc", max_tokens=5, stream_options={"include_usage": True})
+    assert [event["usage"] for event in events[:-2]] == [None] * (len(events) - 2)
+    last = events[-2]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 5
+    assert last["timings"]["first_token_s"] > 0
+
+
+def test_bos_is_added_once_to_text_never_to_ids_and_never_to_chats():
+    with live_server(text=byte_text_model(bos=True)) as live:
+
+        def prompt_ids(answer):
+            return answer["choices"][0]["prompt_token_ids"]
+
+        options = {"max_tokens": 1, "return_token_ids": True}
+        assert prompt_ids(live.complete(prompt="ab", **options)) == [START, 97, 98]
+        assert prompt_ids(live.complete(prompt="<s>ab", **options)) == [START, 97, 98]
+        assert prompt_ids(live.complete(prompt=[97, 98], **options)) == [97, 98]
+        assert prompt_ids(live.chat("ab", **options))[:2] == [START, ord("u")]
+
+
+def test_end_of_sequence_and_stop_tokens():
+    with live_server({"reply": ids("hello")}) as live:
+        ended = live.complete(prompt="x", max_tokens=50, return_token_ids=True)
+        choice = ended["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello", "stop", None)
+        assert choice["token_ids"] == [*ids("hello"), 256]
+        forced = live.complete(prompt="x", max_tokens=9, ignore_eos=True)["choices"][0]
+        assert forced["finish_reason"] == "length"
+        stopped = live.complete(prompt="x", max_tokens=50, stop_token_ids=[ord("l")])
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+        assert stopped["choices"][0]["stop_reason"] == ord("l")
+        assert stopped["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("burst", [1, 3, 26])
+def test_a_stop_string_that_spans_tokens_never_shows(burst):
+    # Found in other servers: the first pieces of a stop string were sent before its end was known.
+    with live_server({"reply": ids("DEFGHIJKLMNOP"), "burst": burst}) as live:
+        body = {"prompt": "alphabet: ABC", "stop": ["DEFGHIJ"], "max_tokens": 50, "return_token_ids": True}
+        choice = live.complete(**body)["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "DEFGHIJ")
+        assert choice["token_ids"] == ids("DEFGHIJ")
+        events = live.events("/v1/completions", **body)
+        assert joined(events, lambda choice: choice["text"]) == ({0: ""}, {0: ["stop"]})
+        later = live.complete(prompt="x", stop=["nothing", "KL"], max_tokens=50)
+        assert later["choices"][0]["text"] == "DEFGHIJ"
+        assert later["usage"]["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize("burst", [1, 2, 5])
+def test_no_delta_holds_half_a_character(burst):
+    text = "ďábelské 🔥👋 社区"
+    with live_server({"reply": ids(text), "burst": burst}) as live:
+        deltas = [
+            event["choices"][0]["text"]
+            for event in live.stream("/v1/completions", prompt="x", max_tokens=99)
+            if event != "[DONE]"
+        ]
+        assert "".join(deltas) == text
+        assert not any("�" in delta for delta in deltas)
+
+
+@pytest.mark.parametrize("burst", [1, 4])
+def test_streamed_logprobs_joined_equal_the_whole_ones(burst):
+    with live_server({"reply": ids("héllo wörld"), "burst": burst}) as live:
+        body = {"prompt": "x", "max_tokens": 12, "logprobs": 3}
+        whole = live.complete(**body)["choices"][0]["logprobs"]
+        parts = [e["choices"][0]["logprobs"] for e in live.events("/v1/completions", **body)[:-1]]
+        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [item for part in parts if part for item in part[field]] == whole[field]
+            assert len(whole[field]) == 12
+        assert whole["tokens"][1] == "bytes:\\xc3"
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+        content = live.post("/v1/chat/completions", **chat).json()["choices"][0]["logprobs"]["content"]
+        events = live.events("/v1/chat/completions", **chat)[:-1]
+        assert [i for e in events for i in (e["choices"][0]["logprobs"] or {"content": []})["content"]] == content
+        assert [entry["bytes"] for entry in content] == [[byte] for byte in ids("héllo wörld")[:12]]
+        assert [len(entry["top_logprobs"]) for entry in content] == [2] * 12
+
+
+def test_impossible_tokens_are_finite_numbers_in_json(live):
+    answer = live.post("/v1/completions", prompt="abc", max_tokens=3, logprobs=5)
+    tops = json.loads(answer.content, parse_constant=lambda name: pytest.fail(name))["choices"][0]["logprobs"]
+    assert min(tops["top_logprobs"][0].values()) == -9999.0
+
+
+def test_n_choices_each_end_once_and_the_prompt_counts_once():
+    with live_server({"cached_tokens": 2}) as live:
+        for _ in range(5):
+            body = {"prompt": ["abc", "xy"], "n": 4, "max_tokens": 6}
+            answer = live.complete(**body)
+            assert [choice["index"] for choice in answer["choices"]] == list(range(8))
+            assert [choice["text"] for choice in answer["choices"]] == ["abcabc"] * 4 + ["xyxyxy"] * 4
+            assert answer["usage"]["prompt_tokens"] == 5
+            assert answer["usage"]["completion_tokens"] == 48
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+            texts, reasons = joined(live.events("/v1/completions", **body), lambda choice: choice["text"])
+            assert texts == {i: "abcabc" if i < 4 else "xyxyxy" for i in range(8)}
+            assert reasons == {i: ["length"] for i in range(8)}
+
+
+def test_the_context_is_the_limit_of_prompt_and_answer(live):
+    context = 128
+    for length in (context - 2, context - 1):
+        room = context - length
+        for max_tokens in (1, 2, 100):
+            answer = live.complete(prompt=[65] * length, max_tokens=max_tokens)
+            assert answer["usage"]["completion_tokens"] == min(max_tokens, room)
+            assert answer["choices"][0]["finish_reason"] == "length"
+    for length in (context, context + 1):
+        refused = live.post("/v1/completions", prompt=[65] * length, max_tokens=1)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert refused.json()["error"]["param"] == "prompt"
+
+
+def test_a_refusal_by_the_engine_is_an_error_answer():
+    with live_server({"refuse_prompt_of": 3}) as live:
+        refused = live.post("/v1/completions", prompt="abc", max_tokens=3)
+        assert refused.status_code == 500
+        assert refused.json()["error"]["message"] == "refused by the script"
+        refused = live.post("/v1/completions", prompt="abc", max_tokens=3, stream=True)
+        assert refused.status_code == 500
+        assert live.complete(prompt="abcd", max_tokens=1)
+        assert live.state.live == {}
+
+
+def test_the_model_list_and_model_names(live):
+    models = live.http.get("/v1/models").json()
+    assert [model["id"] for model in models["data"]] == ["fake"]
+    assert models["data"][0]["max_model_len"] == 128
+    assert live.http.get("/v1/models/fake").json()["id"] == "fake"
+    assert live.http.get("/v1/models/other").status_code == 404
+    for name in ("fake", "fake-model"):
+        assert live.complete(prompt="a", model=name)
+    wrong = live.post("/v1/completions", prompt="a", model="gpt-4")
+    assert wrong.status_code == 404
+    assert wrong.json()["error"]["code"] == "model_not_found"
