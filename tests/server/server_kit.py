@@ -47,7 +47,9 @@ def byte_tokenizer(bos: bool = False) -> Tokenizer:
     library.add_special_tokens(["<eos>", "<s>", "<e>"])
     assert [library.token_to_id(name) for name in ("<eos>", "<s>", "<e>")] == [EOS, START, END]
     if bos:
-        library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", START)])
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", START)]
+        )
     return Tokenizer(library, bos_id=START if bos else None, eos_ids=[EOS])
 
 

@@ -15,7 +15,9 @@ from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, 
 
 
 def request(id, prompt=(1, 2, 3), **sampling):
-    return GenerateRequest(id=id, prompt_ids=list(prompt), sampling=SamplingParams(**sampling), arrival=time.monotonic())
+    return GenerateRequest(
+        id=id, prompt_ids=list(prompt), sampling=SamplingParams(**sampling), arrival=time.monotonic()
+    )
 
 
 def run(test, monkeypatch, script=None, **options):

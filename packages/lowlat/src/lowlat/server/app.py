@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from lowlat.engine.client import EngineClient
 from lowlat.server import cancel, chat, completions, health, models
-from lowlat.server.errors import ApiError
+from lowlat.server.errors import ApiError, unexpected
 from lowlat.server.gate import Gate
 from lowlat.server.openapi import describe
 from lowlat.server.settings import ServerSettings
@@ -44,6 +44,7 @@ def create_app(
         app.include_router(family.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
     description: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
@@ -58,6 +59,10 @@ def create_app(
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
+
+
+async def _unexpected(_: Request, __: Exception) -> Response:
+    return unexpected().response()  # the gate logs it
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

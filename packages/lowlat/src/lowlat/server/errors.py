@@ -62,3 +62,8 @@ def unavailable(message: str, *, retry_after: int = 1) -> ApiError:
 
 def engine_failed(message: str) -> ApiError:
     return ApiError(500, message, type="server_error", code="engine_error")
+
+
+def unexpected() -> ApiError:
+    """What a client sees of an error in the server itself: nothing of the inside."""
+    return ApiError(500, "the server met an unexpected error; its log has the details", type="server_error")

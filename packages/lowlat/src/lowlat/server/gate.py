@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lowlat.server.errors import ApiError
+from lowlat.server.errors import ApiError, unexpected
 from lowlat.server.logs import log_event
 from lowlat.server.state import ServerState
 
@@ -55,10 +55,9 @@ class Gate:
         except Exception as error:
             log_event("internal_error", level=logging.ERROR, path=scope["path"], error=type(error).__name__)
             logging.getLogger("lowlat.server").debug("internal_error", exc_info=True)
-            if status:
-                raise ClientDisconnect from None
-            hidden = ApiError(500, "the server met an unexpected error; its log has the details", type="server_error")
-            await hidden.response()(scope, receive, watched_send)
+            # An answer that has begun is left unfinished, which closes its connection.
+            if not status:
+                await unexpected().response()(scope, receive, watched_send)
         finally:
             if status >= 400:
                 self._refused(scope, status, begun)

@@ -1,0 +1,332 @@
+"""What happens around answers: cancelling, leaving clients, full queues, dead and hung engines, keys, raw sockets."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from server_kit import live_server, wait_for
+
+from lowlat.engine.config import EngineConfig
+
+LONG = {"prompt": "abc", "max_tokens": 120, "ignore_eos": True}
+
+
+def idle(live):
+    return wait_for(
+        lambda: (
+            live.metric("lowlat_running_sequences") == 0
+            and live.metric("lowlat_waiting_sequences") == 0
+            and live.metric('lowlat_kv_pages{state="held"}') == 0
+            and live.metric("lowlat_open_requests") == 0
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """An engine of 20 ms steps, so that a request can be caught while it runs."""
+    with live_server({"step_s": 0.02}) as server:
+        yield server
+
+
+def test_cancel_by_id_ends_the_stream_and_is_idempotent(slow):
+    stream = slow.stream("/v1/completions", **LONG, request_id="mine.1")
+    first = next(stream)
+    assert first["id"] == "cmpl-mine.1"
+    answer = slow.http.delete("/v1/requests/mine.1")
+    assert (answer.status_code, answer.json()["cancelled"]) == (200, True)
+    rest = list(stream)
+    assert rest[-1] == "[DONE]"
+    assert rest[-2]["choices"][0]["finish_reason"] == "abort"
+    assert len(rest) < 60
+    again = slow.http.delete("/v1/requests/mine.1")
+    assert (again.status_code, again.json()["cancelled"]) == (200, False)
+    assert slow.http.delete("/v1/requests/never-was").json()["cancelled"] is False
+    assert idle(slow)
+
+
+def test_cancel_takes_the_id_of_an_answer_too_and_ends_all_choices(slow):
+    stream = slow.stream("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], n=3)
+    first = next(stream)
+    assert slow.http.delete(f"/v1/requests/{first['id']}").json()["cancelled"] is True
+    reasons = [
+        (choice["index"], choice["finish_reason"])
+        for event in list(stream)[:-1]
+        for choice in event["choices"]
+        if choice["finish_reason"]
+    ]
+    assert sorted(reasons) == [(0, "abort"), (1, "abort"), (2, "abort")]
+    assert idle(slow)
+
+
+def test_a_cancelled_answer_that_is_not_streamed_has_the_text_so_far(slow):
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(slow.complete, **LONG, request_id="whole")
+        wait_for(lambda: slow.metric("lowlat_open_requests") == 1)
+        time.sleep(0.1)
+        assert slow.http.delete("/v1/requests/whole").json()["cancelled"]
+        answer = future.result()
+    assert answer["choices"][0]["finish_reason"] == "abort"
+    assert 0 < answer["usage"]["completion_tokens"] < 120
+    assert len(answer["choices"][0]["text"]) == answer["usage"]["completion_tokens"]
+
+
+def test_a_live_id_is_refused_and_free_afterwards(slow):
+    stream = slow.stream("/v1/completions", **LONG, request_id="twice")
+    next(stream)
+    for headers, body in (({}, {"request_id": "twice"}), ({"X-Request-Id": "twice"}, {})):
+        second = slow.http.post("/v1/completions", json={"prompt": "x", **body}, headers=headers)
+        assert second.status_code == 409
+        assert second.json()["error"]["param"] == "request_id"
+    slow.http.delete("/v1/requests/twice")
+    # The engine may still be busy with the first one: its ids are private, so the public one can be used at once.
+    list(stream)
+    again = slow.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "request_id": "twice"})
+    assert again.status_code == 200
+    assert again.headers["x-request-id"] == "twice"
+    assert again.json()["id"] == "cmpl-twice"
+
+
+def test_ids_in_header_and_body_must_agree(slow):
+    answer = slow.http.post("/v1/completions", json={"prompt": "x", "request_id": "a"}, headers={"X-Request-Id": "b"})
+    assert answer.status_code == 400
+    bad = slow.http.get("/v1/models", headers={"X-Request-Id": "no spaces"})
+    assert bad.status_code == 400
+    assert slow.http.get("/v1/models", headers={"X-Request-Id": "r-1"}).headers["x-request-id"] == "r-1"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_cancels_its_request(slow, stream):
+    before = slow.state.engine.stats.aborted
+    with pytest.raises(httpx.ReadTimeout):
+        leave(slow) if stream else httpx.post(slow.url + "/v1/chat/completions", json=chat_body(False), timeout=0.3)
+    wait_for(lambda: slow.state.engine.stats.aborted == before + 1)
+    assert idle(slow)
+
+
+def chat_body(stream):
+    return {"messages": [{"role": "user", "content": "abc"}], "stream": stream}
+
+
+def leave(live):
+    with httpx.stream("POST", live.url + "/v1/chat/completions", json=chat_body(True)) as answer:
+        next(answer.iter_lines())
+    raise httpx.ReadTimeout("left")
+
+
+def test_gauges_and_counters_after_many_clients_left_at_once():
+    with live_server({"step_s": 0.01}, config=EngineConfig(model="fake-model", max_batch=8)) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        body = json.dumps(LONG | {"stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        sockets = [socket.create_connection((host, int(port))) for _ in range(100)]
+        for one in sockets:
+            one.sendall(head + body)
+        wait_for(lambda: live.metric("lowlat_waiting_sequences") == 92)
+        assert live.metric("lowlat_running_sequences") == 8
+        assert live.metric("lowlat_open_requests") == 100
+        for one in sockets:
+            one.close()
+        assert idle(live)
+        assert live.metric('lowlat_sequences_total{finish_reason="abort"}') == 100
+        assert live.metric("lowlat_request_seconds_count") == 100
+        # Whoever waited to the end had no first token; the rest had one.
+        assert 8 <= live.metric("lowlat_first_token_seconds_count") < 100
+        assert live.state._sequences == 0
+
+
+def test_a_full_queue_is_a_429_with_retry_after():
+    config = EngineConfig(model="fake-model", max_batch=2)
+    with live_server({"step_s": 0.008}, config=config, max_queue=2) as live:
+        streams = [live.stream("/v1/completions", **LONG) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        assert live.post("/v1/completions", prompt="a", n=5).status_code == 400
+        refused = live.post("/v1/completions", prompt="a", n=3)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert live.metric('lowlat_refused_requests_total{status="429"}') == 1
+        assert live.complete(prompt="a", n=2, max_tokens=1)
+        for stream in streams:
+            stream.close()
+        assert idle(live)
+        assert live.complete(prompt="a", n=4, max_tokens=1)
+
+
+def test_a_dead_engine_ends_streams_with_an_error_and_the_next_request_is_served(slow):
+    first = next(stream := slow.stream("/v1/completions", **LONG))
+    assert first["choices"][0]["text"] == "a"
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(slow.post, "/v1/completions", **LONG)
+        wait_for(lambda: slow.metric("lowlat_running_sequences") == 2)
+        os.kill(slow.state.engine.pid, signal.SIGKILL)
+        rest = list(stream)
+        assert "SIGKILL" in rest[-1]["error"]["message"]
+        assert "[DONE]" not in rest
+        assert whole.result().status_code == 500
+        assert whole.result().json()["error"]["code"] == "engine_error"
+    # The next request comes while the engine is being restarted, and waits for it.
+    assert slow.complete(prompt="ab", max_tokens=3)["choices"][0]["text"] == "aba"
+    assert slow.metric("lowlat_engine_restarts_total") == 1
+    assert slow.metric('lowlat_sequences_total{finish_reason="error"}') == 2
+    assert slow.http.get("/health").json()["restarts"] == 1
+
+
+def test_a_second_death_leaves_a_server_that_says_so():
+    with live_server(start_wait_s=5.0) as live:
+        for _ in range(2):
+            wait_for(lambda: live.http.get("/ready").status_code == 200)
+            os.kill(live.state.engine.pid, signal.SIGKILL)
+            wait_for(lambda: live.http.get("/ready").status_code == 503)
+        wait_for(lambda: live.http.get("/health").status_code == 503)
+        answer = live.post("/v1/completions", prompt="a")
+        assert answer.status_code == 503
+        assert "had been restarted already" in answer.json()["error"]["message"]
+        assert live.metric("lowlat_engine_alive") == 0
+
+
+def test_health_notices_a_hung_engine_idle_and_loaded():
+    config = EngineConfig(model="fake-model", watchdog_s=30)
+    with live_server({"step_s": 0.02}, config=config, heartbeat_timeout=0.5) as live:
+        for loaded in (False, True):
+            stream = live.stream("/v1/completions", prompt="abc", max_tokens=20) if loaded else None
+            if stream is not None:
+                next(stream)
+            os.kill(live.state.engine.pid, signal.SIGSTOP)
+            wait_for(lambda: live.http.get("/health").status_code == 503, 5)
+            assert live.http.get("/ready").status_code == 503
+            os.kill(live.state.engine.pid, signal.SIGCONT)
+            wait_for(lambda: live.http.get("/ready").status_code == 200, 5)
+            if stream is not None:
+                assert list(stream)[-1] == "[DONE]"
+
+
+def test_alive_before_ready_and_requests_wait_for_the_start():
+    with live_server({"start_s": 0.7}, wait_ready=False) as live:
+        assert live.http.get("/health").status_code == 200
+        assert live.http.get("/health").json()["status"] == "starting"
+        assert live.http.get("/ready").status_code == 503
+        assert live.complete(prompt="ab", max_tokens=2)["choices"][0]["text"] == "ab"
+    with live_server({"start_s": 1.5}, wait_ready=False, start_wait_s=0.2) as live:
+        for answer in (live.http.get("/v1/models"), live.post("/v1/completions", prompt="a")):
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) > 0
+            assert "loading" in answer.json()["error"]["message"]
+
+
+def test_draining_finishes_streams_and_refuses_new_work():
+    with live_server({"step_s": 0.01}, drain_s=10.0) as live:
+        stream = live.stream("/v1/completions", **LONG)
+        next(stream)
+        live.on_loop(live.server.drain)
+        # Another connection: the listening socket is still there.
+        refused = httpx.post(live.url + "/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert httpx.get(live.url + "/ready").status_code == 503
+        assert httpx.get(live.url + "/health").status_code == 200
+        rest = list(stream)
+        assert rest[-2]["choices"][0]["finish_reason"] == "length"
+        wait_for(lambda: live.server.should_exit)
+
+
+def test_draining_cuts_streams_at_its_limit():
+    with live_server({"step_s": 0.05}, drain_s=0.2) as live:
+        stream = live.stream("/v1/completions", **LONG)
+        next(stream)
+        live.on_loop(live.server.drain)
+        rest = list(stream)
+        assert rest[-2]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_keys_are_needed_everywhere_but_for_probes():
+    with live_server(api_keys=("secret-1", "secret-2")) as live:
+        for path in ("/v1/models", "/metrics", "/openapi.json"):
+            assert live.http.get(path).status_code == 401
+        for key in ("", "Bearer", "Bearer wrong", "Basic secret-1", "secret-1", "Bearer secret-1 x"):
+            assert live.http.get("/v1/models", headers={"Authorization": key}).status_code == 401
+        refused = live.post("/v1/completions", prompt="a")
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert "secret" not in refused.text
+        for path in ("/health", "/ready"):
+            assert live.http.get(path).status_code == 200
+        for key in ("secret-1", "secret-2"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert live.http.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_web_pages_of_other_origins_are_refused(live):
+    body = {"prompt": "a", "max_tokens": 1}
+    foreign = live.http.post("/v1/completions", json=body, headers={"Origin": "https://evil.example"})
+    assert foreign.status_code == 403
+    assert "access-control-allow-origin" not in foreign.headers
+    assert live.http.post("/v1/completions", json=body, headers={"Origin": live.url}).status_code == 200
+
+
+def test_unexpected_errors_show_nothing_of_the_inside(live, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("inner secret")
+
+    monkeypatch.setattr(live.state, "check_room", broken)
+    answer = live.post("/v1/completions", prompt="a")
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert "Traceback" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+
+
+def test_log_lines_carry_the_request_id_and_no_text(live, caplog):
+    with caplog.at_level("INFO", logger="lowlat"):
+        live.complete(prompt="topsecret", max_tokens=4, request_id="logged")
+        wait_for(lambda: any(record.getMessage() == "request" for record in caplog.records))
+    record = next(record for record in caplog.records if record.getMessage() == "request")
+    assert record.fields["request_id"] == "logged"
+    assert record.fields["completion_tokens"] == 4
+    assert not any("topsecret" in str(vars(record)) for record in caplog.records)
+
+
+def test_raw_socket_abuse_leaves_the_server_serving(live):
+    host, port = live.url.removeprefix("http://").split(":")
+
+    def connect():
+        return socket.create_connection((host, int(port)), timeout=5)
+
+    half = [connect() for _ in range(20)]
+    for one in half:
+        one.sendall(b"POST /v1/completions HTTP/1.1\r\nHo")
+    garbage = connect()
+    garbage.sendall(b"\x16\x03\x01\x02\x00 not http\r\n\r\n")
+    assert garbage.recv(200).startswith(b"HTTP/1.1 400")
+    body = b'{"prompt": "ab", "max_tokens": 2}'
+    one = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    pipelined = connect()
+    pipelined.sendall(one * 3)
+    answers = b""
+    while answers.count(b'"finish_reason"') < 3:
+        answers += pipelined.recv(65536)
+    assert answers.count(b"200 OK") == 3
+    assert live.complete(prompt="ab", max_tokens=2)
+    for each in (*half, garbage, pipelined):
+        each.close()
+    assert idle(live)
+
+
+def test_many_streams_at_once_each_get_their_own_text():
+    config = EngineConfig(model="fake-model", max_batch=64)
+    with live_server({"step_s": 0.002}, config=config) as live, ThreadPoolExecutor(16) as pool:
+        texts = [f"text {n:03d}" for n in range(64)]
+
+        def run(text):
+            events = live.events("/v1/completions", prompt=text, max_tokens=2 * len(text))
+            return "".join(choice["text"] for event in events[:-1] for choice in event["choices"])
+
+        assert list(pool.map(run, texts)) == [text * 2 for text in texts]
+        assert idle(live)
+        assert threading.active_count() < 60
