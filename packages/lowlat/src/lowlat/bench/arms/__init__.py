@@ -1,0 +1,1 @@
+"""Arms of `lowlat bench step`: different ways to compute the same decode step."""

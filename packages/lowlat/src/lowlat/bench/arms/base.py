@@ -1,0 +1,105 @@
+"""What an arm is, and how arms are found by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from lowlat.bench.presets import DenseShape
+
+
+class StepCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One step to measure: `requests` requests of one row each, every one with `context` tokens in the cache."""
+
+    shape: DenseShape
+    requests: int = 1
+    context: int = 1024
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    seed: int = 0
+    model: str | None = None
+    """A folder with real weights (or `smollm2`); None: random weights of the shape."""
+    steps: int = 5
+    """Steps timed by each call of an arm's `measure`."""
+
+
+class ArmUnavailableError(RuntimeError):
+    """An arm that cannot run here; the text says why and what would help."""
+
+
+class StepArm(Protocol):
+    """A way to compute the step. Built once, measured in alternation with others, then closed."""
+
+    note: str
+
+    def measure(self) -> list[float]:
+        """Microseconds of `case.steps` steps, each timed alone."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+def _torch_eager(case: StepCase) -> StepArm:
+    from lowlat.bench.arms.torch_step import TorchArm
+
+    return TorchArm(case, compiled=False)
+
+
+def _torch_compile(case: StepCase) -> StepArm:
+    from lowlat.bench.arms.torch_step import TorchArm
+
+    return TorchArm(case, compiled=True)
+
+
+def _transformers(case: StepCase) -> StepArm:
+    from lowlat.bench.arms.transformers_arm import TransformersArm
+
+    return TransformersArm(case)
+
+
+def _general(case: StepCase) -> StepArm:
+    from lowlat.bench.arms.general import GeneralArm
+
+    return GeneralArm(case)
+
+
+def _vllm(case: StepCase) -> StepArm:
+    from lowlat.bench.arms.peers import VllmArm
+
+    return VllmArm(case)
+
+
+def _sglang(case: StepCase) -> StepArm:
+    from lowlat.bench.arms.peers import SglangArm
+
+    return SglangArm(case)
+
+
+BUILDERS: Mapping[str, Callable[[StepCase], StepArm]] = {
+    "general": _general,
+    "torch-eager-graph": _torch_eager,
+    "torch-compile": _torch_compile,
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
+
+_PACKAGES = {"transformers": "transformers", "vllm": "vllm", "sglang": "sglang"}
+
+
+def importable(name: str) -> bool:
+    """Whether the package that an arm needs is installed; arms of this project always are."""
+    package = _PACKAGES.get(name)
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def build_arm(name: str, case: StepCase) -> StepArm:
+    """Build an arm. Raises ArmUnavailableError naming the reason, and ValueError for a name that is no arm."""
+    if name not in BUILDERS:
+        raise ValueError(f"{name!r} is no arm; known: read-floor, {', '.join(BUILDERS)}")
+    if not importable(name):
+        raise ArmUnavailableError(f"{_PACKAGES[name]} is not installed")
+    return BUILDERS[name](case)

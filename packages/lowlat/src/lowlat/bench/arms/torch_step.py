@@ -1,0 +1,189 @@
+"""The same decode step as an ordinary PyTorch user writes it, in a CUDA graph where there is a GPU.
+
+Legend of shape suffixes: B requests (one row each), H hidden, N query heads, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lowlat.bench.arms.base import ArmUnavailableError, StepCase
+from lowlat.bench.presets import DenseShape
+from lowlat.bench.region_recorder import RegionRecorder
+
+_SPARE_SLOTS = 64
+
+
+class TorchStep:
+    """A dense decoder with random weights, a static cache, and one row for each request at position `context`."""
+
+    def __init__(self, case: StepCase, regions: RegionRecorder | None = None) -> None:
+        self.shape = shape = case.shape
+        self.regions = regions
+        self.device = torch.device(case.device)
+        self.dtype = getattr(torch, case.dtype)
+        generator = torch.Generator(device=self.device).manual_seed(case.seed)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator, device=self.device, dtype=self.dtype) * 0.02
+
+        def ones(size: int) -> torch.Tensor:
+            return torch.ones(size, device=self.device, dtype=self.dtype)
+
+        query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        slots = case.context + _SPARE_SLOTS
+        cache = (case.requests, shape.kv_heads, slots, shape.head_dim)
+        self.layers = [
+            {
+                "attention_norm": ones(shape.hidden),
+                "mlp_norm": ones(shape.hidden),
+                "query_norm": ones(shape.head_dim),
+                "key_norm": ones(shape.head_dim),
+                "qkv": random(query + 2 * key_value, shape.hidden),
+                "out": random(shape.hidden, query),
+                "gate_up": random(2 * shape.intermediate, shape.hidden),
+                "down": random(shape.hidden, shape.intermediate),
+                "keys": random(*cache),
+                "values": random(*cache),
+            }
+            for _ in range(shape.layers)
+        ]
+        self.embedding = random(shape.vocab, shape.hidden)
+        self.head = self.embedding if shape.tied else random(shape.vocab, shape.hidden)
+        self.norm = ones(shape.hidden)
+        self.tokens = torch.zeros(case.requests, dtype=torch.long, device=self.device)
+        self.position = torch.tensor([case.context], device=self.device)
+        angles = case.context / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+        both = torch.cat((angles, angles)).to(self.device)
+        self.cos_D, self.sin_D = both.cos().to(self.dtype), both.sin().to(self.dtype)
+        self.mask = torch.zeros(1, 1, 1, slots, device=self.device, dtype=self.dtype)
+        self.mask[..., case.context + 1 :] = float("-inf")
+
+    def _rotate(self, x_BKD: torch.Tensor) -> torch.Tensor:
+        half = self.shape.head_dim // 2
+        turned = torch.cat((-x_BKD[..., half:], x_BKD[..., :half]), -1)
+        return x_BKD * self.cos_D + turned * self.sin_D
+
+    def _attention(self, layer: dict[str, torch.Tensor], x_BH: torch.Tensor) -> torch.Tensor:
+        shape: DenseShape = self.shape
+        query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        h_BH = F.rms_norm(x_BH, (shape.hidden,), layer["attention_norm"], shape.eps)
+        q, k, v = F.linear(h_BH, layer["qkv"]).split([query, key_value, key_value], -1)  # type: ignore[no-untyped-call]
+        q_BND = q.view(-1, shape.heads, shape.head_dim)
+        k_BKD, v_BKD = (part.view(-1, shape.kv_heads, shape.head_dim) for part in (k, v))
+        if shape.qk_norm:
+            q_BND = F.rms_norm(q_BND, (shape.head_dim,), layer["query_norm"], shape.eps)
+            k_BKD = F.rms_norm(k_BKD, (shape.head_dim,), layer["key_norm"], shape.eps)
+        q_BND, k_BKD = self._rotate(q_BND), self._rotate(k_BKD)
+        layer["keys"].index_copy_(2, self.position, k_BKD.unsqueeze(2))
+        layer["values"].index_copy_(2, self.position, v_BKD.unsqueeze(2))
+        mixed = F.scaled_dot_product_attention(
+            q_BND.unsqueeze(2), layer["keys"], layer["values"], attn_mask=self.mask, enable_gqa=True
+        )
+        return F.linear(mixed.reshape(-1, query), layer["out"])
+
+    def _mlp(self, layer: dict[str, torch.Tensor], x_BH: torch.Tensor) -> torch.Tensor:
+        h_BH = F.rms_norm(x_BH, (self.shape.hidden,), layer["mlp_norm"], self.shape.eps)
+        gate, up = F.linear(h_BH, layer["gate_up"]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, layer["down"])
+
+    def __call__(self) -> torch.Tensor:
+        """Greedy next tokens [requests] of the step; regions are marked where a recorder was given."""
+        x_BH = F.embedding(self.tokens, self.embedding)
+        if self.regions is None:
+            for layer in self.layers:
+                x_BH = x_BH + self._attention(layer, x_BH)
+                x_BH = x_BH + self._mlp(layer, x_BH)
+            return F.linear(F.rms_norm(x_BH, (self.shape.hidden,), self.norm, self.shape.eps), self.head).argmax(-1)
+        for layer in self.layers:
+            with self.regions.region("layer"):
+                with self.regions.region("attention"):
+                    x_BH = x_BH + self._attention(layer, x_BH)
+                with self.regions.region("mlp"):
+                    x_BH = x_BH + self._mlp(layer, x_BH)
+        with self.regions.region("head"):
+            return F.linear(F.rms_norm(x_BH, (self.shape.hidden,), self.norm, self.shape.eps), self.head).argmax(-1)
+
+    def reference_bytes(self) -> int:
+        """Bytes of all weights that the step reads whole, counted on the tensors themselves."""
+        names = ["attention_norm", "mlp_norm", "qkv", "out", "gate_up", "down"]
+        names += ["query_norm", "key_norm"] if self.shape.qk_norm else []
+        tensors = [layer[name] for layer in self.layers for name in names] + [self.norm, self.head]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def capture(step: Callable[[], torch.Tensor]) -> Any:
+    """A CUDA graph of `step`, warmed up on a side stream first."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def cuda_events() -> tuple[Any, Any]:
+    """Two events that take times."""
+    make: Callable[..., Any] = torch.cuda.Event
+    return make(enable_timing=True), make(enable_timing=True)
+
+
+def time_cuda(run: Callable[[], object], steps: int) -> list[float]:
+    """Microseconds of each of `steps` runs between two events, nothing else queued."""
+    samples = []
+    for _ in range(steps):
+        begin, end = cuda_events()
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3)
+    return samples
+
+
+def time_cpu(run: Callable[[], object], steps: int) -> list[float]:
+    """Microseconds of each of `steps` runs."""
+    samples = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return samples
+
+
+class TorchArm:
+    """`torch-eager-graph` and `torch-compile`. On a CPU there is no graph, and the note says so."""
+
+    def __init__(self, case: StepCase, *, compiled: bool) -> None:
+        if case.model is not None:
+            raise ArmUnavailableError("the plain PyTorch step has random weights only: leave out --model-folder")
+        self._steps = case.steps
+        self._cuda = case.device == "cuda"
+        self.note = "" if self._cuda else "no CUDA graph on a CPU"
+        with torch.inference_mode():
+            step: Callable[[], torch.Tensor] = TorchStep(case)
+            if compiled:
+                step = torch.compile(step, fullgraph=True)
+            for _ in range(2):
+                step()
+            self._run: Callable[[], object] = capture(step).replay if self._cuda else step
+
+    def measure(self) -> list[float]:
+        """Microseconds of each step."""
+        with torch.inference_mode():
+            return time_cuda(self._run, self._steps) if self._cuda else time_cpu(self._run, self._steps)
+
+    def close(self) -> None:
+        """Drop weights and graph."""
+        del self._run
+        if self._cuda:
+            torch.cuda.empty_cache()

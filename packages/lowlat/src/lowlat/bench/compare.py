@@ -1,0 +1,90 @@
+"""`lowlat bench compare A B`: what changed between two results, with a verdict only beyond noise."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from lowlat.bench.report import Shape, shape_of
+from lowlat.bench.results import LOWER_IS_BETTER, TIMES, Result, Row
+
+REFERENCES = ("read-floor", "torch-compile", "torch-eager-graph", "transformers", "general")
+"""Arms by which two runs are put on one scale, first choice first: machines and clocks drift between runs."""
+
+
+class Change(msgspec.Struct, kw_only=True):
+    """One value in both results. `ratio` is B over A; `verdict` is better, worse, same or no verdict, with a reason."""
+
+    shape: Shape
+    arm: str
+    metric: str
+    a: float
+    b: float
+    ratio: float
+    low: float
+    high: float
+    reference: str | None
+    verdict: str
+    reason: str = ""
+
+
+def _half_width(row: Row) -> float:
+    """Relative half-width of a row's interval, on a logarithmic scale; infinite where that is meaningless."""
+    if row.low <= 0 or row.high <= 0:
+        return math.inf
+    return max(math.log(row.high / row.median), math.log(row.median / row.low)) if row.median > 0 else math.inf
+
+
+def _index(result: Result) -> dict[tuple[Shape, str, str], Row]:
+    return {(shape_of(row), row.metric, row.arm): row for row in result.rows}
+
+
+def _same_machine(a: Result, b: Result) -> bool:
+    return (a.machine.gpu, a.machine.gpus, a.machine.cpu) == (b.machine.gpu, b.machine.gpus, b.machine.cpu)
+
+
+def compare(a: Result, b: Result, *, threshold: float = 0.02) -> list[Change]:
+    """Every value that both results hold, in the order of A.
+
+    Where both measured a reference arm of the same shape, ratios are of value over reference, so that drift between the
+    runs cancels. The interval of a ratio joins the intervals of its values as independent errors. A verdict is given
+    where the interval excludes 1 and the change exceeds `threshold`; times from different machines get none.
+    """
+    first, second = _index(a), _index(b)
+    changes = []
+    for key, row in first.items():
+        other = second.get(key)
+        if other is None or row.median <= 0 or other.median <= 0:
+            continue
+        shape, metric, arm = key
+        ratio, squares, reference = other.median / row.median, _half_width(row) ** 2 + _half_width(other) ** 2, None
+        for candidate in REFERENCES:
+            mine, theirs = first.get((shape, metric, candidate)), second.get((shape, metric, candidate))
+            if candidate != arm and mine is not None and theirs is not None and mine.median > 0 and theirs.median > 0:
+                ratio *= mine.median / theirs.median
+                squares += _half_width(mine) ** 2 + _half_width(theirs) ** 2
+                reference = candidate
+                break
+        spread = math.sqrt(squares)
+        low, high = (ratio * math.exp(-spread), ratio * math.exp(spread)) if spread < 50 else (0.0, math.inf)
+        verdict, reason = _verdict(metric, ratio, low, high, threshold)
+        if metric in TIMES and not _same_machine(a, b):
+            verdict, reason = "no verdict", "different machines"
+        elif metric in TIMES and (row.samples < 5 or other.samples < 5):
+            verdict, reason = "no verdict", "fewer than 5 samples"
+        changes.append(
+            Change(
+                shape=shape, arm=arm, metric=metric, a=row.median, b=other.median, ratio=ratio, low=low, high=high,
+                reference=reference, verdict=verdict, reason=reason,
+            )
+        )  # fmt: skip
+    return changes
+
+
+def _verdict(metric: str, ratio: float, low: float, high: float, threshold: float) -> tuple[str, str]:
+    if low <= 1.0 <= high:
+        return "same", "the interval holds 1"
+    if abs(math.log(ratio)) <= math.log1p(threshold):
+        return "same", f"below the threshold of {threshold:.0%}"
+    return ("better" if (ratio < 1.0) == (metric in LOWER_IS_BETTER) else "worse"), ""

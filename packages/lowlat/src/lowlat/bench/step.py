@@ -1,0 +1,189 @@
+"""`lowlat bench step`: one decode step, several arms in alternation, with the read ceiling of the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm
+from lowlat.bench.ceiling import Ceiling, measure_ceiling
+from lowlat.bench.presets import DEEPSEEK_V41, find_shape
+from lowlat.bench.results import Result, Row, Simulated, new_result, row_from_samples
+from lowlat.bench.roofline import StepBytes, dense_step_bytes, v41_step_bytes
+from lowlat.bench.stats import alternate
+
+Say = Callable[[str], None]
+
+
+class StepOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure: every combination of `rows` and `contexts` with every arm."""
+
+    model: str = "smollm2"
+    model_folder: str | None = None
+    """Real weights; None: random weights of the shape."""
+    layers: int | None = None
+    arms: tuple[str, ...] = ("general", "torch-eager-graph", "read-floor")
+    rows: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (1024,)
+    dtype: str = "float32"
+    device: str = "cpu"
+    tp: int = 1
+    rounds: int = 8
+    steps: int = 5
+    """Steps in one measurement; each round holds two measurements of each arm."""
+    warmup: int = 1
+    seed: int = 0
+    ceiling_gb: float | None = None
+
+
+class StepOutcome(msgspec.Struct):
+    """The result, and the arms that could not run with their reasons."""
+
+    result: Result
+    unavailable: dict[str, str]
+
+
+def step_bytes(options: StepOptions, rows: int, context: int) -> StepBytes:
+    """Bytes of one step of the options' model."""
+    if options.model == DEEPSEEK_V41:
+        return v41_step_bytes(rows=rows, context=context, tp=options.tp, layers=options.layers)
+    shape = find_shape(options.model, options.layers)
+    return dense_step_bytes(shape, requests=rows, context=context, dtype=options.dtype, tp=options.tp)
+
+
+def _build(options: StepOptions, case: StepCase, say: Say, unavailable: dict[str, str]) -> dict[str, StepArm]:
+    """Every arm that can run here; the reasons of the others go into `unavailable`."""
+    built: dict[str, StepArm] = {}
+    for name in options.arms:
+        if name == "read-floor":
+            continue
+        say(f"building {name}: {case.shape.name}, rows {case.requests}, context {case.context}")
+        try:
+            built[name] = build_arm(name, case)
+        except ArmUnavailableError as error:
+            unavailable[name] = str(error)
+        except Exception as error:  # other people's engines fail in ways of their own; the other arms still count
+            unavailable[name] = f"{type(error).__name__}: {error}"
+        if name in unavailable:
+            say(f"{name} is left out: {unavailable[name]}")
+    return built
+
+
+def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: dict[str, str]) -> list[Row]:
+    """Build, alternate and close the arms of one case."""
+    built = _build(options, case, say, unavailable)
+    if not built:
+        return []
+    notes = {name: arm.note for name, arm in built.items()}
+    try:
+        measured = alternate(
+            {name: arm.measure for name, arm in built.items()},
+            options.rounds,
+            warmup=options.warmup,
+            progress=lambda arm, index, rounds: say(f"round {index} of {rounds}: {arm}"),
+        )
+    finally:
+        for arm in built.values():
+            arm.close()
+    for name, error in measured.errors.items():
+        unavailable[name] = error
+        say(f"{name} broke and is left out: {error}")
+    size = step_bytes(options, case.requests, case.context).total
+    return [
+        row_from_samples(
+            measured.samples(name), workload=case.shape.name, arm=name, metric="step_us", rows=case.requests,
+            context=case.context, tp=options.tp, dtype=case.dtype, concurrency=case.requests, bytes=size,
+            note=notes[name],
+        )
+        for name in measured.rounds
+    ]  # fmt: skip
+
+
+def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, name: str, dtype: str) -> Row:
+    size = step_bytes(options, rows, context).total
+    value = size / (ceiling.tb_s * 1e6)
+    return Row(
+        workload=name, arm="read-floor", metric="step_us", median=value, low=value, high=value, samples=1, rows=rows,
+        context=context, tp=options.tp, dtype=dtype, concurrency=rows, bytes=size, ceiling_fraction=1.0,
+        note=f"computed from bytes and the ceiling ({ceiling.method}, best pass)",
+    )  # fmt: skip
+
+
+def _dense_cases(options: StepOptions) -> list[StepCase]:
+    shape = find_shape(options.model, options.layers)
+    too_long = [context for context in options.contexts if context + options.steps + 2 > shape.max_context]
+    if too_long:
+        raise ValueError(f"{shape.name} holds {shape.max_context} tokens: contexts {too_long} do not fit")
+    return [
+        StepCase(
+            shape=shape, requests=rows, context=context, dtype=options.dtype, device=options.device, seed=options.seed,
+            model=options.model_folder, steps=options.steps,
+        )
+        for rows in options.rows
+        for context in options.contexts
+    ]  # fmt: skip
+
+
+def run_step(options: StepOptions, say: Say = lambda _: None, *, command: str | None = None) -> StepOutcome:
+    """Measure every case and return one stamped result.
+
+    The ceiling is measured before and after, and the better value counts, since what disturbs it only lowers it.
+    Raises ValueError for options that describe no step, and RuntimeError where no arm could run.
+    """
+    check_options(options)
+    say("measuring the read ceiling")
+    before = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
+    rows: list[Row] = []
+    unavailable: dict[str, str] = {}
+    if options.model != DEEPSEEK_V41:
+        for case in _dense_cases(options):
+            rows += _rows_of_case(options, case, say, unavailable)
+    else:
+        others = [arm for arm in options.arms if arm != "read-floor"]
+        unavailable.update(dict.fromkeys(others, "no step of deepseek-v41 in this version"))
+    after = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
+    ceiling = max(before, after, key=lambda c: c.tb_s)
+    for row in rows:
+        if row.bytes:
+            row.ceiling_fraction = round(row.bytes / (row.median * ceiling.tb_s * 1e6), 4)
+    if "read-floor" in options.arms:
+        name = options.model if options.model == DEEPSEEK_V41 else find_shape(options.model, options.layers).name
+        dtype = "fp8+fp4" if options.model == DEEPSEEK_V41 else options.dtype
+        rows += [
+            _floor_row(options, r, context, ceiling, name, dtype) for r in options.rows for context in options.contexts
+        ]
+    if not rows:
+        reasons = "; ".join(f"{arm}: {reason}" for arm, reason in unavailable.items())
+        raise RuntimeError(f"no arm could run ({reasons})")
+    result = new_result(
+        "bench-step",
+        simulated=Simulated(weights=options.model_folder is None),
+        read_ceiling_tb_s=ceiling.tb_s,
+        command=command,
+        gpus=0 if options.device == "cpu" else options.tp,
+    )
+    result.rows = rows
+    return StepOutcome(result, unavailable)
+
+
+def check_options(options: StepOptions) -> None:
+    """Raise ValueError naming the first option that makes no sense."""
+    if options.device not in ("cpu", "cuda"):
+        raise ValueError(f"device {options.device!r} is neither cpu nor cuda")
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("device cuda: this machine has no GPU that torch can use")
+    positive: dict[str, Sequence[int]] = {
+        "rows": options.rows, "context": options.contexts, "rounds": (options.rounds,), "steps": (options.steps,),
+        "tp": (options.tp,),
+    }  # fmt: skip
+    for name, values in positive.items():
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} must be at least 1")
+    if options.tp > 1 and set(options.arms) - {"read-floor"}:
+        raise ValueError("only the read-floor arm knows tp; measure tensor parallelism with `lowlat bench serve`")
+    if options.steps > 60:
+        raise ValueError("at most 60 steps in a measurement: the context grows by one token with each")
