@@ -1,0 +1,1 @@
+"""The command line. Modules here import only light things at the top: `lowlat --help` answers at once."""

@@ -200,6 +200,13 @@ class EngineClient:
             await asyncio.sleep(0.02)
         process.close()
 
+    def kill(self) -> None:
+        """End the process at once, where `close` was not reached: no event loop is needed."""
+        self.state = EngineState.CLOSED
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
     # Work
 
     def submit(self, *requests: GenerateRequest) -> RequestStream:

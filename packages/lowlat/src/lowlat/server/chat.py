@@ -36,5 +36,6 @@ async def create_chat_completion(request: Request) -> Response:
         vocab_size=model.engine.vocab_size,
         max_context=model.engine.max_context,
         max_n=settings.max_n,
+        continues=False,
     )
     return answer(request, body, plan, model, ChatWriter, arrival)

@@ -50,5 +50,6 @@ async def create_completion(request: Request) -> Response:
         vocab_size=model.engine.vocab_size,
         max_context=model.engine.max_context,
         max_n=settings.max_n,
+        continues=True,
     )
     return answer(request, body, plan, model, CompletionWriter, arrival)

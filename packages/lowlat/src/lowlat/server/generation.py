@@ -53,7 +53,12 @@ class Generation:
                 prompt * plan.n + number,
                 f"{serial:x}.{prompt * plan.n + number}",
                 ids,
-                OutputAssembler(tokenizer, stop=plan.stop, logprobs=plan.sampling.logprobs is not None),
+                OutputAssembler(
+                    tokenizer,
+                    stop=plan.stop,
+                    logprobs=plan.sampling.logprobs is not None,
+                    continues=plan.continues,
+                ),
             )
             for prompt, ids in enumerate(plan.prompts)
             for number in range(plan.n)

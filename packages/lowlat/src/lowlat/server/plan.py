@@ -28,6 +28,8 @@ class Plan(msgspec.Struct, kw_only=True):
     priority: int
     cache_salt: str
     return_token_ids: bool
+    continues: bool
+    """The answer goes on from raw text (completions), so a space at its start belongs to it."""
 
     def sampling_of(self, prompt: int, choice: int) -> SamplingParams:
         """Parameters of choice number `choice` of a prompt. Choice 0 keeps the request's seed, so `n` does not change
@@ -55,6 +57,7 @@ def make_plan(
     vocab_size: int,
     max_context: int,
     max_n: int,
+    continues: bool,
 ) -> Plan:
     """Check what depends on the model, and settle every default.
 
@@ -89,6 +92,7 @@ def make_plan(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         return_token_ids=bool(body.return_token_ids),
+        continues=continues,
     )
 
 

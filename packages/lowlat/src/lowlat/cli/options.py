@@ -1,0 +1,154 @@
+"""Options that commands share: one for each field of EngineConfig, and those of sampling."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+import typer
+
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.request import SamplingParams
+
+_DEFAULTS = EngineConfig()
+_MODEL, _COMPUTE, _MEMORY, _KERNELS = "Model", "Compute", "Memory and batching", "Low-latency kernels"
+
+
+def _option(*flags: str, panel: str, help: str, **limits: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel=panel, help=help, **limits)
+
+
+ENGINE_OPTIONS: dict[str, Any] = {
+    "model": Annotated[
+        str,
+        _option(
+            "--model",
+            "-m",
+            panel=_MODEL,
+            help="An embedded model (smollm2), a Hugging Face style folder, or a .gguf file. See: lowlat models",
+        ),
+    ],
+    "dtype": Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _option("--dtype", panel=_MODEL, help="Number format; auto: float32 on a CPU, bfloat16 on a GPU."),
+    ],
+    "device": Annotated[
+        Literal["auto", "cpu", "cuda"],
+        _option("--device", panel=_COMPUTE, help="Where to run; auto: a GPU if there is one."),
+    ],
+    "tensor_parallel": Annotated[
+        int, _option("--tensor-parallel", "--tp", panel=_COMPUTE, min=1, help="Ranks that share every layer.")
+    ],
+    "threads": Annotated[
+        int | None,
+        _option("--threads", panel=_COMPUTE, min=1, help="CPU threads of each rank; default: cores / ranks."),
+    ],
+    "max_batch": Annotated[
+        int, _option("--max-batch", panel=_MEMORY, min=1, help="Requests that may run at the same time.")
+    ],
+    "max_context": Annotated[
+        int | None,
+        _option("--max-context", panel=_MEMORY, min=2, help="Longest prompt + answer; default: the model's limit."),
+    ],
+    "chunk_tokens": Annotated[
+        int, _option("--chunk-tokens", panel=_MEMORY, min=1, help="Most prompt tokens computed in one step.")
+    ],
+    "page_size": Annotated[
+        int, _option("--page-size", panel=_MEMORY, min=1, help="Tokens of one page of the KV cache.")
+    ],
+    "kv_tokens": Annotated[
+        int | None, _option("--kv-tokens", panel=_MEMORY, min=2, help="Size of the KV cache; default: from memory.")
+    ],
+    "prefix_cache": Annotated[
+        bool, _option("--prefix-cache/--no-prefix-cache", panel=_MEMORY, help="Reuse the cache of shared prefixes.")
+    ],
+    "run_ahead": Annotated[
+        int,
+        _option(
+            "--run-ahead", panel=_COMPUTE, min=0, help="Steps launched before the result of an earlier one is read."
+        ),
+    ],
+    "seed": Annotated[
+        int, _option("--engine-seed", panel=_COMPUTE, help="Seeds of requests that bring none are drawn from this one.")
+    ],
+    "low_latency": Annotated[
+        Literal["off", "auto", "require"],
+        _option("--low-latency", panel=_KERNELS, help="Whether a kernel library may replace decode steps."),
+    ],
+    "kernels": Annotated[
+        str | None, _option("--kernels", panel=_KERNELS, help="Kernel library by name; a named one must start.")
+    ],
+    "watchdog_s": Annotated[
+        float,
+        _option(
+            "--watchdog-seconds", panel=_COMPUTE, min=1, help="Without progress for so long, an engine counts as hung."
+        ),
+    ],
+}
+"""By field of EngineConfig; a test holds that none is missing."""
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that takes `config: EngineConfig`, with one option for each of its fields."""
+    defaults = {name: getattr(_DEFAULTS, name) for name in ENGINE_OPTIONS}
+    return _spread(command, "config", ENGINE_OPTIONS, defaults, EngineConfig)
+
+
+_SAMPLING = "Sampling"
+
+SAMPLING_OPTIONS: dict[str, Any] = {
+    "max_tokens": Annotated[
+        int, _option("--max-tokens", "-n", panel=_SAMPLING, min=1, help="Most tokens to generate.")
+    ],
+    "temperature": Annotated[
+        float, _option("--temperature", "-t", panel=_SAMPLING, min=0, max=2, help="0: always the most likely token.")
+    ],
+    "top_k": Annotated[int, _option("--top-k", panel=_SAMPLING, min=0, help="Only the k most likely tokens; 0: all.")],
+    "top_p": Annotated[
+        float,
+        _option("--top-p", panel=_SAMPLING, min=0.0001, max=1, help="Only the most likely tokens of this probability."),
+    ],
+    "seed": Annotated[int | None, _option("--seed", panel=_SAMPLING, min=0, help="Makes sampling repeatable.")],
+}
+
+
+def sampling_options(max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A command that takes `sampling: SamplingParams`, with the options of sampling and this default length."""
+    base = msgspec.structs.replace(SamplingParams(), max_tokens=max_tokens)
+    defaults = {name: getattr(base, name) for name in SAMPLING_OPTIONS}
+    return lambda command: _spread(command, "sampling", SAMPLING_OPTIONS, defaults, SamplingParams)
+
+
+def _spread(
+    command: Callable[..., Any],
+    parameter: str,
+    options: dict[str, Any],
+    defaults: dict[str, Any],
+    build: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Replace one parameter of a command by the options that build its value. Names get a prefix, so none collide."""
+    own = inspect.signature(command).parameters
+    hints = get_type_hints(command, include_extras=True)
+    prefix = f"{parameter}__"
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        chosen = {name: values.pop(prefix + name) for name in options}
+        return command(**values, **{parameter: build(**chosen)})
+
+    kept = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given.default, annotation=hints[name])
+        for name, given in own.items()
+        if name != parameter
+    ]
+    added = [
+        inspect.Parameter(prefix + name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+        for name, annotation in options.items()
+    ]
+    run.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {given.name: given.annotation for given in (*kept, *added)}
+    del run.__wrapped__
+    return run

@@ -1,0 +1,129 @@
+"""`lowlat serve`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from lowlat.cli.options import engine_options
+from lowlat.cli.progress import LoadProgress
+from lowlat.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from lowlat.engine.messages import Ready, Starting
+
+EPILOG = """
+Examples:
+
+  lowlat serve --model smollm2 --port 8000
+
+  curl localhost:8000/v1/completions -d '{"prompt": "Once upon"}'
+
+  LOWLAT_API_KEY=secret lowlat serve --host 0.0.0.0
+
+Clients send a key as the header Authorization: Bearer secret. SIGTERM or Ctrl-C: no new work, open streams finish within
+--drain-seconds, exit code 0; a second one ends at once.
+"""
+
+_HTTP, _LIMITS = "HTTP", "Limits"
+
+
+@engine_options
+def serve(
+    *,
+    config: EngineConfig,
+    host: Annotated[
+        str, typer.Option("--host", rich_help_panel=_HTTP, help="Address to listen on; 0.0.0.0: all networks.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", "-p", rich_help_panel=_HTTP, min=0, max=65535, help="0: any free port.")
+    ] = 8000,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", rich_help_panel=_HTTP, help="Name for clients; default: from --model."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            rich_help_panel=_HTTP,
+            help="Key that clients must send; may be given several times. Better in LOWLAT_API_KEY: "
+            "command lines can be read by other users.",
+        ),
+    ] = None,
+    log_format: Annotated[
+        Literal["auto", "json", "text"],
+        typer.Option("--log-format", rich_help_panel=_HTTP, help="auto: text on a terminal, else JSON lines."),
+    ] = "auto",
+    max_queue: Annotated[
+        int,
+        typer.Option("--max-queue", rich_help_panel=_LIMITS, min=0, help="Sequences that may wait; more get a 429."),
+    ] = 256,
+    max_body_mib: Annotated[
+        float, typer.Option("--max-body-mib", rich_help_panel=_LIMITS, min=0.001, help="Largest body of a request.")
+    ] = 16,
+    max_n: Annotated[
+        int, typer.Option("--max-n", rich_help_panel=_LIMITS, min=1, help="Most choices of a prompt.")
+    ] = 16,
+    max_prompts: Annotated[
+        int, typer.Option("--max-prompts", rich_help_panel=_LIMITS, min=1, help="Most prompts in one request.")
+    ] = 64,
+    max_connections: Annotated[
+        int, typer.Option("--max-connections", rich_help_panel=_LIMITS, min=1, help="Open connections; more get a 503.")
+    ] = 4096,
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", rich_help_panel=_LIMITS, min=0, help="Time to finish after SIGTERM.")
+    ] = 30,
+    start_wait_seconds: Annotated[
+        float,
+        typer.Option("--start-wait-seconds", rich_help_panel=_LIMITS, min=0, help="Requests wait so long for a start."),
+    ] = 30,
+) -> None:
+    """Serve a model over HTTP, with the OpenAI API, on localhost unless told otherwise."""
+    from lowlat.engine.client import EngineClient
+
+    begun = time.monotonic()
+    progress = LoadProgress()
+
+    def on_progress(event: Starting) -> None:
+        progress(event.done, event.total, event.what)
+
+    def on_ready(ready: Ready, address: str) -> None:
+        progress.close()
+        kernels = f", kernels {ready.kernels}" if ready.kernels else ""
+        print(
+            f"lowlat serves {ready.model} at {address} ({ready.dtype} on {ready.device}{kernels}; "
+            f"ready in {time.monotonic() - begun:.1f} s). Ctrl-C ends it.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    engine = EngineClient(config, on_progress=on_progress)
+    engine.spawn()  # it loads while this process imports the server
+    try:
+        from lowlat.server.run import serve as run_server
+        from lowlat.server.settings import ServerSettings
+
+        settings = ServerSettings(
+            host=host,
+            port=port,
+            served_model_name=served_model_name,
+            api_keys=tuple(api_key or filter(None, [os.environ.get("LOWLAT_API_KEY", "")])),
+            max_queue=max_queue,
+            max_body_bytes=int(max_body_mib * 2**20),
+            max_n=max_n,
+            max_prompts=max_prompts,
+            max_connections=max_connections,
+            drain_s=drain_seconds,
+            start_wait_s=start_wait_seconds,
+            log_format=log_format,
+        )
+        code = run_server(config, settings, engine=engine, on_ready=on_ready)
+    finally:
+        progress.close()
+        engine.kill()
+    raise typer.Exit(code)
