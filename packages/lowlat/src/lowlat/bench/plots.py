@@ -136,3 +136,29 @@ def draw_all(results: Sequence[Result], folder: str | pathlib.Path) -> list[path
         written += roofline(result, place)
         written += user_against_total(result, place)
     return written
+
+
+def bars(tracks: dict[str, list[tuple[str, float, float, int]]], path: pathlib.Path, title: str) -> list[pathlib.Path]:
+    """Timelines under each other: for each track bars of (name, start in us, length in us, depth)."""
+    depths = {name: 1 + max((depth for *_, depth in spans), default=0) for name, spans in tracks.items()}
+    figure, axes = _figure(title, "us from the beginning of the step", "")
+    import matplotlib
+    from matplotlib.patches import Patch
+
+    names = list(dict.fromkeys(span[0] for spans in tracks.values() for span in spans))
+    colours = dict(zip(names, list(matplotlib.colormaps["tab20"].colors) * 4))  # type: ignore[attr-defined]
+    top, ticks = 0, []
+    for track, spans in tracks.items():
+        ticks.append((top + depths[track] / 2, track))
+        for name in names:
+            for depth in range(depths[track]):
+                pieces = [(start, length) for n, start, length, d in spans if n == name and d == depth]
+                if pieces:
+                    axes.broken_barh(pieces, (top + depth + 0.05, 0.9), facecolors=colours[name], edgecolors="none")
+        top += depths[track] + 1
+    axes.set_yticks([at for at, _ in ticks], [track for _, track in ticks])
+    axes.invert_yaxis()
+    axes.grid(False)
+    handles = [Patch(color=colours[name]) for name in names]
+    axes.legend(handles, names, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=6)
+    return _save(figure, path.parent, path.stem)

@@ -1,0 +1,106 @@
+"""`lowlat bench ab`."""
+
+from __future__ import annotations
+
+import pathlib
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowlat.bench.commands.common import (
+    AsJson,
+    Folder,
+    Save,
+    Weights,
+    end_progress,
+    finish,
+    numbers,
+    plain_errors,
+    random_weights,
+    say,
+)
+from lowlat.bench.results import Simulated, new_result
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lowlat.bench.ab import Load
+
+EPILOG = """
+Examples:
+
+  lowlat bench make-model llama-1b /tmp/llama-1b
+
+  lowlat bench ab --model /tmp/llama-1b --preset 8k1k --kernels lowlat-nvidia --weights random --save
+
+  LOWLAT_DATA=/data lowlat bench ab --model smollm2 --preset agent --users 1,4 --kernels lowlat-cpu --weights real
+
+Starts the same server twice, with --low-latency off and on, and loads them in the order off, on, on, off. Refuses
+where the kernels computed less than --least-covered of the steps.
+"""
+
+
+def _loads(
+    preset: str, users: Sequence[int], path: pathlib.Path | None, input_tokens: int, output_tokens: int, requests: int,
+    time_scale: float, max_turns: int | None,
+) -> list[Load]:  # fmt: skip
+    from lowlat.bench import ab as measure
+    from lowlat.bench.load.traces import data_folder
+
+    if preset == "8k1k":
+        return measure.long_prompt_loads(
+            users, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests
+        )
+    if preset != "agent":
+        raise ValueError(f"--preset {preset!r} is neither 8k1k nor agent")
+    place = path or data_folder() / "traces" / "agent" / "miniswe"
+    agents = measure.data_agents(place, 0, max(users))
+    return measure.agent_loads(agents, users, time_scale=time_scale, max_turns=max_turns)
+
+
+def ab(
+    model: Annotated[str, typer.Option("--model", "-m", help="What both servers serve.")] = "smollm2",
+    preset: Annotated[str, typer.Option("--preset", help="8k1k (single requests) or agent (replay).")] = "8k1k",
+    users: Annotated[str | None, typer.Option("--users", help="Default: 1,2,4,8 for 8k1k; 1,4,8 for agent.")] = None,
+    kernels: Annotated[str | None, typer.Option("--kernels", help="Kernel library of the low-latency server.")] = None,
+    arm: Annotated[
+        str | None, typer.Option("--arm", help="Its name in results; default: the kernel library's.")
+    ] = None,
+    input_tokens: Annotated[int, typer.Option("--input", min=1, help="8k1k: prompt tokens.")] = 8192,
+    output_tokens: Annotated[int, typer.Option("--output", min=2, help="8k1k: answer tokens.")] = 1024,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="8k1k: requests of each user in a block.")] = 1,
+    path: Annotated[pathlib.Path | None, typer.Option("--traces", help="agent: runs; default: LOWLAT_DATA.")] = None,
+    time_scale: Annotated[float, typer.Option("--time-scale", min=0, help="agent: factor on recorded pauses.")] = 0.0,
+    max_turns: Annotated[int | None, typer.Option("--max-turns", min=1, help="agent: most turns of a run.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of off, on, on, off.")] = 3,
+    serve_args: Annotated[str, typer.Option("--serve-args", help="Further arguments of both servers, quoted.")] = "",
+    one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Start a server for each block.")] = False,
+    least_covered: Annotated[float, typer.Option("--least-covered", help="Least fraction of steps by kernels.")] = 0.5,
+    acceptance: Annotated[
+        bool, typer.Option("--simulated-acceptance", help="Say that drafts were accepted by force.")
+    ] = False,
+    weights: Weights = None,
+    as_json: AsJson = False,
+    save: Save = False,
+    results: Folder = None,
+) -> None:
+    """The A/B of low-latency mode: per-user decode speed and P90 interactivity, and their ratios with intervals."""
+    from lowlat.bench import ab as measure
+
+    with plain_errors():
+        simulated = random_weights(weights, needed=as_json or save)
+        counts = numbers(users or ("1,2,4,8" if preset == "8k1k" else "1,4,8"), "--users")
+        loads = _loads(preset, counts, path, input_tokens, output_tokens, requests, time_scale, max_turns)
+        name = arm or kernels or "lowlat-nvidia"
+        on = ("--low-latency", "require", "--kernels", kernels) if kernels else ("--low-latency", "auto")
+        shared = ("--model", model, *shlex.split(serve_args))
+        sides = measure.Sides(shared=shared, on=on, on_arm=name, one_at_a_time=one_at_a_time)
+        outcome = measure.run_ab(sides, loads, rounds=rounds, say=say)
+        end_progress()
+        measure.check_covered(outcome, least_covered)
+        print(f"kernels computed {outcome.covered.share:.1%} of the low-latency server's steps", file=sys.stderr)
+        result = new_result("ab", simulated=Simulated(weights=simulated, acceptance=acceptance))
+        result.rows = measure.ab_rows(outcome, sides, loads)
+        finish(result, as_json=as_json, save_it=save, folder=results)

@@ -1,0 +1,146 @@
+"""`lowlat bench compare`, `lowlat bench gate` and `lowlat bench report`."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from lowlat.bench.commands.common import Folder, end_progress, plain_errors, say
+
+COMPARE_EPILOG = """
+Example:
+
+  lowlat bench compare before.json after.json
+
+Where both files hold a reference arm (read-floor, torch-compile, ...) of the same shape, ratios are taken to it first,
+so that drift between the two runs cancels. Exit code 1 where something got worse.
+"""
+
+GATE_EPILOG = """
+Examples:
+
+  lowlat bench gate                    judge against benchmarks/gate.json; exit code 1 where something got worse
+
+  lowlat bench gate --update           take today's counts as the baseline
+
+Judged: instructions of host work a step (scripted executor under callgrind), bytes of a step, and times as a ratio to
+a fixed piece of work in the same run, only beyond 1.5 times after three repeats.
+"""
+
+REPORT_EPILOG = """
+Examples:
+
+  lowlat bench report                          all tables on standard output
+
+  lowlat bench report --readme README.md       write the README's performance table
+
+  lowlat bench report --check                  exit code 1 where the README's table is stale or a result is refused
+
+  lowlat bench report --plots plots            PNG and SVG of latency, roofline, per-user speed against total
+"""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print for machines.")]
+
+
+def compare(
+    a: Annotated[pathlib.Path, typer.Argument(help="The result before.")],
+    b: Annotated[pathlib.Path, typer.Argument(help="The result after.")],
+    threshold: Annotated[float, typer.Option("--threshold", help="Changes below this fraction count as none.")] = 0.02,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two results; a verdict is given only beyond the noise of both."""
+    from lowlat.bench.compare import compare as compare_results
+    from lowlat.bench.report import number
+    from lowlat.bench.results import load
+
+    with plain_errors():
+        changes = compare_results(load(a), load(b), threshold=threshold)
+        if as_json:
+            print(msgspec.json.encode(changes).decode())
+        elif not changes:
+            print("the two results share no value")
+        for change in changes if not as_json else []:
+            where = f"{change.shape.workload} rows {change.shape.rows} context {change.shape.context}"
+            against = f" against {change.reference}" if change.reference else ""
+            reason = f" ({change.reason})" if change.reason else ""
+            print(
+                f"{change.verdict:10}  {where}  {change.arm}  {change.metric}: "
+                f"{number(change.a)} -> {number(change.b)}, "
+                f"ratio{against} {change.ratio:.3f} ({change.low:.3f}–{change.high:.3f}){reason}"
+            )
+        if any(change.verdict == "worse" for change in changes):
+            raise typer.Exit(1)
+
+
+def gate(
+    baseline: Annotated[pathlib.Path | None, typer.Option("--baseline", help="Default: benchmarks/gate.json.")] = None,
+    update: Annotated[bool, typer.Option("--update", help="Write today's counts as the baseline.")] = False,
+    only: Annotated[str | None, typer.Option("--only", help="instructions, bytes or times.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge host work by instructions, steps by bytes, and times only where they are far off."""
+    from lowlat.bench import gate as judge
+    from lowlat.bench.gate_counts import current_baseline, run_gate
+
+    with plain_errors():
+        if only not in (None, "instructions", "bytes", "times"):
+            raise ValueError(f"--only {only!r} is none of instructions, bytes, times")
+        place = baseline or judge.default_baseline()
+        if update:
+            judge.save_baseline(current_baseline(say), place)
+            end_progress()
+            print(f"wrote {place}", file=sys.stderr)
+            return
+        findings = run_gate(judge.load_baseline(place), only=only, say=say)
+        end_progress()
+        if as_json:
+            print(msgspec.json.encode(findings).decode())
+        for finding in findings if not as_json else []:
+            figures = f"{finding.value:,g} against {finding.baseline:,g}" if finding.value is not None else ""
+            print(f"{finding.verdict:10}  {finding.kind:12}  {finding.name:28}  {figures}  {finding.reason}")
+        if any(finding.verdict == "worse" for finding in findings):
+            raise typer.Exit(1)
+
+
+def report(
+    results: Folder = None,
+    readme: Annotated[
+        pathlib.Path | None, typer.Option("--readme", help="Write the performance table of this file.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit code 1 where the README is not current.")
+    ] = False,
+    plots: Annotated[pathlib.Path | None, typer.Option("--plots", help="Write plots into this folder.")] = None,
+    output: Annotated[pathlib.Path | None, typer.Option("--output", help="Write the full report here.")] = None,
+) -> None:
+    """Render tables and plots from saved results; refuses results that lack what a reader needs to judge them."""
+    from lowlat.bench.report import full_report, newest, performance_block, replace_block
+    from lowlat.bench.results import default_directory, load_all
+    from lowlat.bench.stamp import repository_root
+
+    with plain_errors():
+        found = load_all(results or default_directory())
+        if check or readme is not None:
+            place = readme or (repository_root() or pathlib.Path.cwd()) / "README.md"
+            text = place.read_text(encoding="utf-8")
+            fresh = replace_block(text, performance_block(found))
+            if check and fresh != text:
+                raise ValueError(
+                    f"the performance table of {place} is not current: run `lowlat bench report --readme {place}`"
+                )
+            if not check:
+                place.write_text(fresh, encoding="utf-8")
+            print(f"{place}: {len(found)} results, the table is current", file=sys.stderr)
+        if output is not None:
+            output.write_text(full_report(found), encoding="utf-8")
+        if plots is not None:
+            from lowlat.bench.plots import draw_all
+
+            for path in draw_all(newest(found), plots):
+                print(path)
+        if not (check or readme or output or plots):
+            print(full_report(found))

@@ -1,0 +1,51 @@
+"""`lowlat bench make-model`."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Annotated
+
+import typer
+
+from lowlat.bench.commands.common import counter, end_progress, plain_errors
+
+EPILOG = """
+Examples:
+
+  lowlat bench make-model llama-1b /tmp/llama-1b             a Llama-3.2-1B shape to serve, 2.5 GB
+
+  lowlat bench make-model smollm2 /tmp/long --layers 4 --max-context 262144   small, for long contexts
+
+Serve it with `lowlat serve --model FOLDER`, and say --weights random when you measure it.
+"""
+
+
+def make_model(
+    model: Annotated[str, typer.Argument(help="Preset, or a folder with a config.json.")],
+    folder: Annotated[pathlib.Path, typer.Argument(help="New folder to write.")],
+    layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
+    max_context: Annotated[
+        int | None, typer.Option("--max-context", help="Longest context; default: the shape's own.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = "bfloat16",
+    tokenizer: Annotated[
+        pathlib.Path | None,
+        typer.Option("--tokenizer", help="Folder with a tokenizer.json; default: the embedded model's."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the weights.")] = 0,
+) -> None:
+    """Write a model folder with random weights, to measure an architecture whose weights are not at hand."""
+    with plain_errors():
+        from lowlat.bench.presets import find_shape
+        from lowlat.bench.random_model import make_folder
+        from lowlat.bench.roofline import DTYPE_BYTES
+        from lowlat.models.loading.checkpoint import open_checkpoint
+
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        words = tokenizer or open_checkpoint("smollm2").folder
+        shape = find_shape(model, layers)
+        make_folder(shape, folder, words, dtype=dtype, max_context=max_context, seed=seed, progress=counter("weights"))
+        end_progress()
+        print(f"wrote {folder}", file=sys.stderr)

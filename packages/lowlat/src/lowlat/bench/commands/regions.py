@@ -1,0 +1,86 @@
+"""`lowlat bench regions`."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Annotated
+
+import typer
+
+from lowlat.bench.commands.common import AsJson, Folder, Save, end_progress, finish, plain_errors, say
+from lowlat.bench.results import Simulated, new_result
+
+EPILOG = """
+Examples:
+
+  lowlat bench regions --model smollm2 --threads 1 --trace smollm2.perfetto.json --timeline smollm2.png
+
+  lowlat bench regions --model llama-1b --device cuda --arms torch-eager-graph
+
+Open the trace at ui.perfetto.dev. Each arm's step is measured with and without marks in alternation; where the regions'
+sum is not within 3 % of the step without marks, the command refuses.
+"""
+
+
+def regions(
+    model: Annotated[str, typer.Option("--model", "-m", help="Preset, or a folder with a config.json.")] = "smollm2",
+    model_folder: Annotated[
+        str | None, typer.Option("--model-folder", help="Real weights for the general arm: a folder or `smollm2`.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
+    arms: Annotated[str, typer.Option("--arms", help="general, torch-eager-graph.")] = "general",
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Requests in a step, one row each.")] = 1,
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens in each request's cache.")] = 1024,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default: torch's own choice.")] = None,
+    instances: Annotated[int, typer.Option("--instances", min=3, help="Least instances of every region.")] = 780,
+    trace: Annotated[pathlib.Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")] = None,
+    timeline: Annotated[
+        pathlib.Path | None, typer.Option("--timeline", help="Write a picture here (PNG and SVG).")
+    ] = None,
+    as_json: AsJson = False,
+    save: Save = False,
+    results: Folder = None,
+) -> None:
+    """Medians of the named regions of a step, a timeline picture and a Perfetto trace."""
+    from lowlat.bench import regions as measure
+
+    with plain_errors():
+        import torch
+
+        from lowlat.bench.arms.base import StepCase
+        from lowlat.bench.presets import find_shape
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        case = StepCase(
+            shape=find_shape(model, layers), requests=rows, context=context, device=place, model=model_folder,
+            dtype=dtype or ("float32" if place == "cpu" else "bfloat16"), steps=32,
+        )  # fmt: skip
+        result = new_result(
+            "regions", simulated=Simulated(weights=model_folder is None), gpus=0 if place == "cpu" else 1
+        )
+        measured = []
+        for name in filter(None, arms.split(",")):
+            if name not in measure.REGION_ARMS:
+                raise ValueError(f"{name!r} has no regions; known: {', '.join(measure.REGION_ARMS)}")
+            say(f"building {name}")
+            arm = measure.REGION_ARMS[name](case)
+            try:
+                times = measure.measure_regions(name, arm, instances, say)
+            finally:
+                arm.close()
+            measure.check_sum(times)
+            measured.append(times)
+            result.rows += measure.region_rows(times, case, arm.note)
+        finish(result, as_json=as_json, save_it=save, folder=results)
+        if trace is not None:
+            trace.write_text(measure.perfetto(measured))
+            print(f"wrote {trace}: open it at ui.perfetto.dev", file=sys.stderr)
+        if timeline is not None:
+            for path in measure.timeline(measured, timeline):
+                print(f"wrote {path}", file=sys.stderr)
+        end_progress()

@@ -1,0 +1,79 @@
+"""`lowlat bench step`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lowlat.bench.commands.common import AsJson, Folder, Save, finish, numbers, plain_errors, say
+
+EPILOG = """
+Examples:
+
+  lowlat bench step --model tiny                                      try it: a few seconds on any machine
+
+  lowlat bench step --model smollm2 --model-folder smollm2 --threads 1    real weights
+
+  lowlat bench step --model llama-1b --device cuda --arms torch-compile,vllm,read-floor --rows 1,8 --context 1024,8192
+
+  lowlat bench step --model deepseek-v41 --arms read-floor --rows 6 --tp 4 --device cuda    bytes and floor alone
+
+Models: llama-1b, qwen3-0.6b, qwen3-8b, smollm2, deepseek-v41, tiny, or a folder with a config.json.
+Arms: general, torch-eager-graph, torch-compile, transformers, vllm, sglang, read-floor; an arm that cannot run is
+named and left out. Arms alternate in one run (A B B A); the read ceiling is measured before and after.
+"""
+
+
+def step(
+    model: Annotated[str, typer.Option("--model", "-m", help="Preset, or a folder with a config.json.")] = "smollm2",
+    model_folder: Annotated[
+        str | None,
+        typer.Option("--model-folder", help="Real weights for the arms that take them: a folder or `smollm2`."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
+    arms: Annotated[
+        str, typer.Option("--arms", help="Arms joined by commas.")
+    ] = "general,torch-eager-graph,read-floor",
+    rows: Annotated[str, typer.Option("--rows", help="Requests in a step, one row each, e.g. 1,8.")] = "1",
+    context: Annotated[str, typer.Option("--context", help="Tokens in each request's cache, e.g. 1024,8192.")] = "1024",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, bfloat16 or float16; default: float32 on a CPU, else bfloat16."),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", help="Ranks, for the byte counts of the read-floor arm.")] = 1,
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default: torch's own choice.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Rounds of A B B A.")] = 8,
+    steps: Annotated[
+        int, typer.Option("--steps", help="Steps in each measurement; a round holds two for each arm.")
+    ] = 5,
+    ceiling_gb: Annotated[
+        float | None,
+        typer.Option("--ceiling-gb", help="Buffer of the read ceiling; default: 8.6 on a GPU, 0.5 on a CPU."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random weights.")] = 0,
+    as_json: AsJson = False,
+    save: Save = False,
+    results: Folder = None,
+) -> None:
+    """Time one decode step of several implementations, side by side, against the bytes it must read."""
+    with plain_errors():
+        import torch
+
+        from lowlat.bench.step import StepOptions, run_step
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        options = StepOptions(
+            model=model, model_folder=model_folder, layers=layers, arms=tuple(filter(None, arms.split(","))),
+            rows=numbers(rows, "--rows"), contexts=numbers(context, "--context"),
+            dtype=dtype or ("float32" if place == "cpu" else "bfloat16"), device=place, tp=tp, rounds=rounds,
+            steps=steps, seed=seed, ceiling_gb=ceiling_gb,
+        )  # fmt: skip
+        outcome = run_step(options, say)
+        finish(outcome.result, as_json=as_json, save_it=save, folder=results)
+        for name, reason in outcome.unavailable.items():
+            print(f"{name} was left out: {reason}", file=sys.stderr)

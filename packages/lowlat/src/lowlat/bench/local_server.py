@@ -1,0 +1,106 @@
+"""A lowlat server of our own for a benchmark: started on a free port, waited for, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+
+SERVE = (sys.executable, "-m", "lowlat.cli.main", "serve")
+
+
+class ServerStartError(RuntimeError):
+    """The server did not become ready; the text ends with the last lines it said."""
+
+
+def free_port() -> int:
+    """A port of localhost that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class LocalServer:
+    """One running server: its address, and counters that it reports."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: pathlib.Path, ready_s: float) -> None:
+        self.url = url
+        self.process = process
+        self.log = log
+        self.ready_s = ready_s
+
+    def low_latency_steps(self) -> dict[str, float]:
+        """Steps by path (`plugin`, `general`) since the start; empty where the server counts none."""
+        found: dict[str, float] = {}
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            for line in response.read().decode().splitlines():
+                if line.startswith("lowlat_low_latency_steps_total{"):
+                    labels, _, value = line.rpartition(" ")
+                    path = labels.partition('path="')[2].partition('"')[0]
+                    found[path] = found.get(path, 0.0) + float(value)
+        return found
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _tail(log: pathlib.Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+
+
+@contextlib.contextmanager
+def local_server(
+    arguments: Sequence[str], *, start_s: float = 900.0, command: Sequence[str] = SERVE
+) -> Iterator[LocalServer]:
+    """Run `lowlat serve ARGUMENTS` on a free port of localhost until the block ends.
+
+    `command` may name another server that takes `--port`. Raises ServerStartError where it ends early or is not ready
+    within `start_s` seconds.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix="lowlat-bench-") as folder:
+        log = pathlib.Path(folder) / "server.log"
+        started = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, *arguments, "--port", str(port)], stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+                env=os.environ.copy(), start_new_session=True,
+            )  # fmt: skip
+        try:
+            while not _answers(url):
+                if process.poll() is not None:
+                    raise ServerStartError(f"the server ended with code {process.returncode}:\n{_tail(log)}")
+                if time.monotonic() - started > start_s:
+                    raise ServerStartError(f"the server was not ready within {start_s:g} s:\n{_tail(log)}")
+                time.sleep(0.1)
+            yield LocalServer(url, process, log, time.monotonic() - started)
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL to the process group where that was not enough."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=10)
