@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ import msgspec
 
 from lowlat.engine.build import Progress, build_engine
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.executor import ExecutorError
 from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, SamplingParams
 from lowlat.text.chat import ChatTemplateError
 from lowlat.text.output import Delta, OutputAssembler, TokenLogprob
@@ -173,8 +175,9 @@ class Engine:
         """Cancel what has not ended, and let the engine come to rest."""
         for run in runs:
             self._core.abort(run.request.id)
-        while self._core.has_work:
-            self._core.turn()
+        with contextlib.suppress(ExecutorError):  # it was raised to the caller already
+            while self._core.has_work:
+                self._core.turn()
 
 
 class _Run:

@@ -50,6 +50,7 @@ class ThreadExecutor:
         self._start = start
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._failure: ExecutorError | None = None
         self._thread = threading.Thread(target=self._loop, name="executor", daemon=True)
         self._thread.start()
 
@@ -58,13 +59,17 @@ class ThreadExecutor:
         self._plans.put(plan)
 
     def collect(self, timeout: float | None) -> StepResult | None:
-        """The oldest result; None after `timeout` seconds. Raises `ExecutorError` with the step's error."""
+        """The oldest result; None after `timeout` seconds. Raises `ExecutorError` with the step's error, and after it
+        at every call."""
+        if self._failure is not None:
+            raise self._failure
         try:
             result = self._results.get(timeout=timeout)
         except queue.Empty:
             return None
         if isinstance(result, BaseException):
-            raise ExecutorError(f"{type(result).__name__}: {result}") from result
+            self._failure = ExecutorError(f"{type(result).__name__}: {result}")
+            raise self._failure from result
         return result
 
     def close(self) -> None:

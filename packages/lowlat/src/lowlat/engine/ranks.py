@@ -20,6 +20,9 @@ from lowlat.parallel.group import TorchGroup
 from lowlat.parallel.ring import PlanRing, RingError
 from lowlat.parallel.shard import Shard
 
+_LOOK_S = 0.25
+"""How often a waiting rank 0 looks after the other ranks' processes."""
+
 
 class RankGroup:
     """Ranks 1 and up, each a process of its own, and the folder where all meet."""
@@ -59,13 +62,14 @@ class RankGroup:
 
     def close(self) -> None:
         """End the processes, by force after five seconds, and remove the folder."""
+        whole = not any(process.poll() for process in self._processes)
         for process in self._processes:
             try:
                 process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._communicator is not None:
+        if self._communicator is not None and whole:  # leaving a broken group could wait for the lost rank
             self._communicator.close()
         for path in Path(self._folder).iterdir():
             path.unlink()
@@ -97,10 +101,16 @@ class TensorParallelExecutor:
 
     def collect(self, timeout: float | None) -> StepResult | None:
         """Rank 0's result. Raises `ExecutorError` when a rank died."""
-        result = self._rank0.collect(timeout)
-        if result is None and (dead := self._group.dead()):
-            raise ExecutorError(f"ranks {dead} ended unexpectedly; their own messages are above")
-        return result
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _LOOK_S if end is None else min(_LOOK_S, max(0.0, end - time.monotonic()))
+            result = self._rank0.collect(left)
+            if result is not None:
+                return result
+            if dead := self._group.dead():
+                raise ExecutorError(f"ranks {dead} ended unexpectedly; their own messages are above")
+            if end is not None and time.monotonic() >= end:
+                return None
 
     def close(self) -> None:
         """End all ranks."""
@@ -146,7 +156,11 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
-    run_rank(config, arguments.folder, arguments.rank)
+    try:
+        run_rank(config, arguments.folder, arguments.rank)
+    except Exception as error:
+        # Rank 0 shows the cause; one line a rank is enough beside it.
+        sys.exit(f"rank {arguments.rank}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
 if __name__ == "__main__":

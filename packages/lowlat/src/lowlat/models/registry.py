@@ -19,7 +19,10 @@ def build_model(checkpoint: Checkpoint, build: BuildContext, progress: LoadProgr
     names = checkpoint.config.get("architectures") or []
     for name in names:
         if name in MODELS:
-            return MODELS[name](checkpoint, build, progress)
+            try:
+                return MODELS[name](checkpoint, build, progress)
+            except ValueError as error:
+                raise UnsupportedModelError(f"{checkpoint.name}: {error}") from error
     raise UnsupportedModelError(
         f"{checkpoint.name}: architecture {', '.join(names) or '(none given)'} is not supported; "
         f"known: {', '.join(sorted(MODELS))}"

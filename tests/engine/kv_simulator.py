@@ -1,0 +1,155 @@
+"""A device without arithmetic: it keeps, for every KV slot, a digest of the tokens that led there.
+
+Every row checks all tokens it would attend to, so a page freed too early, a wrong page table or a bad prefix hit shows
+at once; and the token it samples depends on all tokens before, so an answer equals its solo run only if every step was
+right.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lowlat.cache.pages import Owner
+from lowlat.cache.prefix import PrefixCache
+from lowlat.engine.batch import PlanLimits, StepPlan
+from lowlat.engine.core import EngineCore
+from lowlat.engine.executor import StepResult
+from lowlat.engine.request import GenerateRequest, SamplingParams
+from lowlat.engine.scheduler import Scheduler
+
+VOCABULARY = 50
+EOS = 3
+
+
+def digest_of(tokens: list[int]) -> int:
+    value = 0
+    for token in tokens:
+        value = hash((value, token))
+    return value
+
+
+def next_token(digest: int) -> int:
+    return digest % VOCABULARY
+
+
+def solo_answer(request: GenerateRequest) -> list[int]:
+    """What a request alone would answer."""
+    tokens, answer = list(request.prompt_ids), []
+    stops = set(request.sampling.stop_token_ids) | (set() if request.sampling.ignore_eos else {EOS})
+    while len(answer) < request.sampling.max_tokens:
+        answer.append(next_token(digest_of(tokens)))
+        tokens.append(answer[-1])
+        if answer[-1] in stops:
+            break
+    return answer
+
+
+class KVSimulator:
+    """An executor that runs a step when it is launched and gives its result when it is collected."""
+
+    def __init__(self, cache: PrefixCache, limits: PlanLimits) -> None:
+        self.cache = cache
+        self.size = cache.page_size
+        self.kv: dict[int, tuple[int, int]] = {}
+        """KV slot -> (token, digest of the tokens up to it)."""
+        self.tables = [[-1] * limits.max_pages for _ in range(limits.max_batch)]
+        self.lengths = [0] * limits.max_batch
+        self.tokens = [0] * limits.max_batch
+        self.results: deque[tuple[StepResult, set[int]]] = deque()
+        self.rows = 0
+        self.most_chunks = 0
+
+    def slot_of(self, slot: int, position: int) -> int:
+        page = self.tables[slot][position // self.size]
+        assert page >= 0, "a row reads a page that its table does not have"
+        return page * self.size + position % self.size
+
+    def compute(self, slot: int, position: int, token: int) -> int:
+        """One row: check everything it attends to, write its own entry; returns the digest."""
+        digest = 0
+        for earlier in range(position):
+            seen, seen_digest = self.kv[self.slot_of(slot, earlier)]
+            digest = hash((digest, seen))
+            assert seen_digest == digest, f"position {earlier} holds another prefix"
+        digest = hash((digest, token))
+        place = self.slot_of(slot, position)
+        if place in self.kv and self.cache.pool.owner(place // self.size) == Owner.CACHED:
+            raise AssertionError("a row writes a cached page")
+        self.kv[place] = (token, digest)
+        self.rows += 1
+        return digest
+
+    def launch(self, plan: StepPlan) -> None:
+        for slot, _ in plan.begins:
+            self.tables[slot] = [-1] * len(self.tables[slot])
+        for slot, first, pages in plan.pages:
+            self.tables[slot][first : first + len(pages)] = pages
+        sampled: list[tuple[int, int]] = []
+        written: set[int] = set()
+        for chunk in plan.chunks:
+            for offset, token in enumerate(chunk.tokens):
+                digest = self.compute(chunk.slot, chunk.start + offset, token)
+                written.add(self.slot_of(chunk.slot, chunk.start + offset) // self.size)
+            self.lengths[chunk.slot] = chunk.start + len(chunk.tokens)
+            if chunk.sample:
+                sampled.append((chunk.slot, next_token(digest)))
+        for slot in plan.decodes:
+            digest = self.compute(slot, self.lengths[slot], self.tokens[slot])
+            written.add(self.slot_of(slot, self.lengths[slot]) // self.size)
+            self.lengths[slot] += 1
+            sampled.append((slot, next_token(digest)))
+        for slot, token in sampled:
+            self.tokens[slot] = token
+        assert len({slot for slot, _ in sampled}) == len(sampled), "a slot is sampled twice in a step"
+        self.most_chunks = max(self.most_chunks, len(plan.chunks))
+        self.results.append((StepResult(plan.step, [token for _, token in sampled]), written))
+
+    def collect(self, timeout: float | None) -> StepResult | None:
+        return self.results.popleft()[0] if self.results else None
+
+    def close(self) -> None:
+        pass
+
+    def check(self) -> None:
+        """No step in flight writes a page that is free, or that another step in flight writes for someone else."""
+        for _, written in self.results:
+            for page in written:
+                assert self.cache.pool.owner(page) != Owner.FREE, f"page {page} is free while a step may write it"
+
+
+def make_core(
+    *,
+    pages: int = 40,
+    page_size: int = 4,
+    max_batch: int = 4,
+    chunk_tokens: int = 8,
+    run_ahead: int = 1,
+    max_context: int = 64,
+    prefix_cache: bool = True,
+) -> tuple[EngineCore, KVSimulator]:
+    limits = PlanLimits(
+        max_batch=max_batch, max_rows=chunk_tokens + max_batch, max_pages=min(-(-max_context // page_size), pages)
+    )
+    cache = PrefixCache(pages, page_size, enabled=prefix_cache)
+    scheduler = Scheduler(cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0)
+    device = KVSimulator(cache, limits)
+    return EngineCore(scheduler, device, run_ahead=run_ahead), device
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> GenerateRequest:
+    priority = fields.pop("priority", 0)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, **fields)  # type: ignore[arg-type]
+    return GenerateRequest(id=name, prompt_ids=prompt, sampling=sampling, priority=priority)  # type: ignore[arg-type]
+
+
+def drain(core: EngineCore, device: KVSimulator) -> dict[str, list[int]]:
+    """Turn until there is no work, checking the books after each turn; returns the answers."""
+    answers: dict[str, list[int]] = {}
+    for _ in range(10_000):
+        if not core.has_work:
+            return answers
+        for output in core.turn():
+            answers.setdefault(output.id, []).extend(output.token_ids)
+        core.scheduler.check()
+        device.check()
+    raise AssertionError("the engine does not come to rest")
