@@ -1,7 +1,8 @@
 """An engine process without a model: it speaks the engine's messages and says what a script tells it.
 
 The script is JSON in the environment variable FAKE_ENGINE (see `Script`). A request is answered with the script's
-`reply` and an end of sequence, or, without one, with its own prompt again and again.
+`reply` and an end of sequence, or, without one, with its own prompt again and again. A request may bring a script of
+its own, as JSON in its cache salt: its reply, burst and number of cached tokens then count for it alone.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ class Script(msgspec.Struct, kw_only=True):
     start_s: float = 0.0
     fail_start: str | None = None
     cached_tokens: int = 0
-    refuse_prompt_of: int | None = None
-    """A prompt of this many tokens ends with an error of its own."""
     stuck_after_steps: int | None = None
     """Heartbeats go on, but no step finishes any more."""
     garbage_after_steps: int | None = None
@@ -40,10 +39,11 @@ class Script(msgspec.Struct, kw_only=True):
 
 
 class FakeRequest:
-    def __init__(self, request: GenerateRequest, now: float) -> None:
+    def __init__(self, request: GenerateRequest, script: Script) -> None:
         self.request = request
+        salt = request.cache_salt
+        self.script = msgspec.json.decode(salt, type=Script) if salt.startswith("{") else script
         self.made = 0
-        self.submitted = now
         self.queue_s: float | None = None
 
 
@@ -126,12 +126,12 @@ class FakeEngine:
             if isinstance(command, m.Submit):
                 request = command.request
                 assert request.id not in self.live
-                if len(request.prompt_ids) == self.script.refuse_prompt_of:
+                if request.prompt_ids == list(b"refuse me"):
                     self.outputs.append(
                         RequestOutput(request.id, [], finish_reason=FinishReason.ERROR, error="refused by the script")
                     )
                     continue
-                self.live[request.id] = FakeRequest(request, time.monotonic())
+                self.live[request.id] = FakeRequest(request, self.script)
                 self.stats.prompt_tokens += len(request.prompt_ids)
             elif isinstance(command, m.Abort):
                 if self.live.pop(command.id, None) is not None:
@@ -153,13 +153,13 @@ class FakeEngine:
             self.advance(live)
 
     def advance(self, live: FakeRequest) -> None:
-        request, sampling, script = live.request, live.request.sampling, self.script
+        request, sampling, script = live.request, live.request.sampling, live.script
         if live.queue_s is None:
             live.queue_s = time.monotonic() - request.arrival
         ids: list[int] = []
         finish, stop_id = None, None
         for _ in range(script.burst):
-            ids.append(self.next_token(request, live.made))
+            ids.append(self.next_token(live))
             live.made += 1
             ends = ids[-1] in sampling.stop_token_ids or (ids[-1] == script.eos_id and not sampling.ignore_eos)
             if ends:
@@ -184,11 +184,11 @@ class FakeEngine:
             self.stats.finished += 1
             del self.live[request.id]
 
-    def next_token(self, request: GenerateRequest, made: int) -> int:
-        reply = self.script.reply
+    def next_token(self, live: FakeRequest) -> int:
+        reply, prompt, made = live.script.reply, live.request.prompt_ids, live.made
         if reply is None:
-            return request.prompt_ids[made % len(request.prompt_ids)]
-        return reply[made] if made < len(reply) else self.script.eos_id
+            return prompt[made % len(prompt)]
+        return reply[made] if made < len(reply) else live.script.eos_id
 
     def logprobs(self, token: int, count: int) -> TokenLogprobs:
         """The token itself first; the last alternative is impossible, as a masked token is."""

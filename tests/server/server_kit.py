@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from lowlat.engine.client import EngineClient
 from lowlat.engine.config import EngineConfig
 from lowlat.server.app import create_app
-from lowlat.server.run import DrainingServer, _listen, uvicorn_config
+from lowlat.server.run import DrainingServer, listen, serve_app, uvicorn_config
 from lowlat.server.settings import ServerSettings
 from lowlat.server.state import ServerState
 from lowlat.server.text_model import TextModel
@@ -60,6 +60,11 @@ def byte_text_model(bos: bool = False, template: str | None = TEMPLATE) -> TextM
 
 def ids(text: str) -> list[int]:
     return list(text.encode())
+
+
+def scripted(reply: str, **script: Any) -> dict[str, Any]:
+    """Fields that make a request's answer this text; `script` are more fields of the fake engine's Script."""
+    return {"cache_salt": json.dumps({"reply": ids(reply), **script}, separators=(",", ":"))}
 
 
 class Live:
@@ -156,9 +161,9 @@ def live_server(
     options = ServerSettings(port=0, **settings)
     app, state = create_app(options, engine, load_text)
     server = DrainingServer(uvicorn_config(app, options), state)
-    listener = _listen(options)
+    listener = listen(options)
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve(sockets=[listener])), daemon=True)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve_app(server, state, listener)), daemon=True)
     thread.start()
     live = Live(state, server, loop, f"http://127.0.0.1:{listener.getsockname()[1]}")
     try:

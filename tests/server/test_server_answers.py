@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from server_kit import END, START, byte_text_model, ids, live_server
+from server_kit import END, START, byte_text_model, ids, live_server, scripted
 
 
 def joined(events, part):
@@ -124,64 +124,59 @@ def test_bos_is_added_once_to_text_never_to_ids_and_never_to_chats():
         assert prompt_ids(live.chat("ab", **options))[:2] == [START, ord("u")]
 
 
-def test_end_of_sequence_and_stop_tokens():
-    with live_server({"reply": ids("hello")}) as live:
-        ended = live.complete(prompt="x", max_tokens=50, return_token_ids=True)
-        choice = ended["choices"][0]
-        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello", "stop", None)
-        assert choice["token_ids"] == [*ids("hello"), 256]
-        forced = live.complete(prompt="x", max_tokens=9, ignore_eos=True)["choices"][0]
-        assert forced["finish_reason"] == "length"
-        stopped = live.complete(prompt="x", max_tokens=50, stop_token_ids=[ord("l")])
-        assert stopped["choices"][0]["finish_reason"] == "stop"
-        assert stopped["choices"][0]["stop_reason"] == ord("l")
-        assert stopped["usage"]["completion_tokens"] == 3
+def test_end_of_sequence_and_stop_tokens(live):
+    hello = scripted("hello") | {"prompt": "x", "max_tokens": 50}
+    choice = live.complete(**hello, return_token_ids=True)["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello", "stop", None)
+    assert choice["token_ids"] == [*ids("hello"), 256]
+    assert live.complete(**hello, ignore_eos=True)["choices"][0]["finish_reason"] == "length"
+    stopped = live.complete(**hello, stop_token_ids=[ord("l")])
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["choices"][0]["stop_reason"] == ord("l")
+    assert stopped["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("burst", [1, 3, 26])
-def test_a_stop_string_that_spans_tokens_never_shows(burst):
+def test_a_stop_string_that_spans_tokens_never_shows(live, burst):
     # Found in other servers: the first pieces of a stop string were sent before its end was known.
-    with live_server({"reply": ids("DEFGHIJKLMNOP"), "burst": burst}) as live:
-        body = {"prompt": "alphabet: ABC", "stop": ["DEFGHIJ"], "max_tokens": 50, "return_token_ids": True}
-        choice = live.complete(**body)["choices"][0]
-        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "DEFGHIJ")
-        assert choice["token_ids"] == ids("DEFGHIJ")
-        events = live.events("/v1/completions", **body)
-        assert joined(events, lambda choice: choice["text"]) == ({0: ""}, {0: ["stop"]})
-        later = live.complete(prompt="x", stop=["nothing", "KL"], max_tokens=50)
-        assert later["choices"][0]["text"] == "DEFGHIJ"
-        assert later["usage"]["completion_tokens"] == 9
+    body = scripted("DEFGHIJKLMNOP", burst=burst) | {"prompt": "alphabet: ABC", "max_tokens": 50}
+    body |= {"return_token_ids": True}
+    choice = live.complete(**body, stop=["DEFGHIJ"])["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "DEFGHIJ")
+    assert choice["token_ids"] == ids("DEFGHIJ")
+    events = live.events("/v1/completions", **body, stop=["DEFGHIJ"])
+    assert joined(events, lambda choice: choice["text"]) == ({0: ""}, {0: ["stop"]})
+    later = live.complete(**body, stop=["nothing", "KL"])
+    assert later["choices"][0]["text"] == "DEFGHIJ"
+    assert later["usage"]["completion_tokens"] == 9
 
 
 @pytest.mark.parametrize("burst", [1, 2, 5])
-def test_no_delta_holds_half_a_character(burst):
+def test_no_delta_holds_half_a_character(live, burst):
     text = "ďábelské 🔥👋 社区"
-    with live_server({"reply": ids(text), "burst": burst}) as live:
-        deltas = [
-            event["choices"][0]["text"]
-            for event in live.stream("/v1/completions", prompt="x", max_tokens=99)
-            if event != "[DONE]"
-        ]
-        assert "".join(deltas) == text
-        assert not any("�" in delta for delta in deltas)
+    body = scripted(text, burst=burst) | {"prompt": "x", "max_tokens": 99}
+    deltas = [e["choices"][0]["text"] for e in live.stream("/v1/completions", **body) if e != "[DONE]"]
+    assert "".join(deltas) == text
+    assert not any("\ufffd" in delta for delta in deltas)
 
 
 @pytest.mark.parametrize("burst", [1, 4])
-def test_streamed_logprobs_joined_equal_the_whole_ones(burst):
-    with live_server({"reply": ids("héllo wörld"), "burst": burst}) as live:
-        body = {"prompt": "x", "max_tokens": 12, "logprobs": 3}
-        whole = live.complete(**body)["choices"][0]["logprobs"]
-        parts = [e["choices"][0]["logprobs"] for e in live.events("/v1/completions", **body)[:-1]]
-        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert [item for part in parts if part for item in part[field]] == whole[field]
-            assert len(whole[field]) == 12
-        assert whole["tokens"][1] == "bytes:\\xc3"
-        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
-        content = live.post("/v1/chat/completions", **chat).json()["choices"][0]["logprobs"]["content"]
-        events = live.events("/v1/chat/completions", **chat)[:-1]
-        assert [i for e in events for i in (e["choices"][0]["logprobs"] or {"content": []})["content"]] == content
-        assert [entry["bytes"] for entry in content] == [[byte] for byte in ids("héllo wörld")[:12]]
-        assert [len(entry["top_logprobs"]) for entry in content] == [2] * 12
+def test_streamed_logprobs_joined_equal_the_whole_ones(live, burst):
+    script = scripted("héllo wörld", burst=burst)
+    body = script | {"prompt": "x", "max_tokens": 12, "logprobs": 3}
+    whole = live.complete(**body)["choices"][0]["logprobs"]
+    parts = [e["choices"][0]["logprobs"] for e in live.events("/v1/completions", **body)[:-1]]
+    for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [item for part in parts if part for item in part[field]] == whole[field]
+        assert len(whole[field]) == 12
+    assert whole["tokens"][1] == "bytes:\\xc3"
+    chat = script | {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12}
+    chat |= {"logprobs": True, "top_logprobs": 2}
+    content = live.post("/v1/chat/completions", **chat).json()["choices"][0]["logprobs"]["content"]
+    events = live.events("/v1/chat/completions", **chat)[:-1]
+    assert [i for e in events for i in (e["choices"][0]["logprobs"] or {"content": []})["content"]] == content
+    assert [entry["bytes"] for entry in content] == [[byte] for byte in ids("héllo wörld")[:12]]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * 12
 
 
 def test_impossible_tokens_are_finite_numbers_in_json(live):
@@ -190,19 +185,18 @@ def test_impossible_tokens_are_finite_numbers_in_json(live):
     assert min(tops["top_logprobs"][0].values()) == -9999.0
 
 
-def test_n_choices_each_end_once_and_the_prompt_counts_once():
-    with live_server({"cached_tokens": 2}) as live:
-        for _ in range(5):
-            body = {"prompt": ["abc", "xy"], "n": 4, "max_tokens": 6}
-            answer = live.complete(**body)
-            assert [choice["index"] for choice in answer["choices"]] == list(range(8))
-            assert [choice["text"] for choice in answer["choices"]] == ["abcabc"] * 4 + ["xyxyxy"] * 4
-            assert answer["usage"]["prompt_tokens"] == 5
-            assert answer["usage"]["completion_tokens"] == 48
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
-            texts, reasons = joined(live.events("/v1/completions", **body), lambda choice: choice["text"])
-            assert texts == {i: "abcabc" if i < 4 else "xyxyxy" for i in range(8)}
-            assert reasons == {i: ["length"] for i in range(8)}
+def test_n_choices_each_end_once_and_the_prompt_counts_once(live):
+    for _ in range(5):
+        body = {"prompt": ["abc", "xy"], "n": 4, "max_tokens": 6, "cache_salt": '{"cached_tokens": 2}'}
+        answer = live.complete(**body)
+        assert [choice["index"] for choice in answer["choices"]] == list(range(8))
+        assert [choice["text"] for choice in answer["choices"]] == ["abcabc"] * 4 + ["xyxyxy"] * 4
+        assert answer["usage"]["prompt_tokens"] == 5
+        assert answer["usage"]["completion_tokens"] == 48
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+        texts, reasons = joined(live.events("/v1/completions", **body), lambda choice: choice["text"])
+        assert texts == {i: "abcabc" if i < 4 else "xyxyxy" for i in range(8)}
+        assert reasons == {i: ["length"] for i in range(8)}
 
 
 def test_the_context_is_the_limit_of_prompt_and_answer(live):
@@ -220,15 +214,14 @@ def test_the_context_is_the_limit_of_prompt_and_answer(live):
         assert refused.json()["error"]["param"] == "prompt"
 
 
-def test_a_refusal_by_the_engine_is_an_error_answer():
-    with live_server({"refuse_prompt_of": 3}) as live:
-        refused = live.post("/v1/completions", prompt="abc", max_tokens=3)
-        assert refused.status_code == 500
-        assert refused.json()["error"]["message"] == "refused by the script"
-        refused = live.post("/v1/completions", prompt="abc", max_tokens=3, stream=True)
-        assert refused.status_code == 500
-        assert live.complete(prompt="abcd", max_tokens=1)
-        assert live.state.live == {}
+def test_a_refusal_by_the_engine_is_an_error_answer(live):
+    refused = live.post("/v1/completions", prompt="refuse me", max_tokens=3)
+    assert refused.status_code == 500
+    assert refused.json()["error"]["message"] == "refused by the script"
+    refused = live.post("/v1/completions", prompt="refuse me", max_tokens=3, stream=True)
+    assert refused.status_code == 500
+    assert live.complete(prompt="abcd", max_tokens=1)
+    assert live.state.live == {}
 
 
 def test_the_model_list_and_model_names(live):

@@ -1,9 +1,8 @@
-"""The ASGI application: routes, error forms, and the life of the engine beside it."""
+"""The ASGI application: routes and error forms."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,19 +25,11 @@ from lowlat.server.text_model import TextModel
 def create_app(
     settings: ServerSettings, engine: EngineClient, load_text: Callable[[], Awaitable[TextModel]]
 ) -> tuple[ASGIApp, ServerState]:
-    """The application and its state. Its lifespan starts the engine and closes it; `load_text` gives the tokenizer."""
+    """The application and its state; `load_text` gives the tokenizer. `run.serve_app` gives both their life."""
     state = ServerState(settings, engine, load_text)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await state.start()
-        try:
-            yield
-        finally:
-            await engine.close()
-
     # The documentation pages would load scripts from another site; the description itself is at /openapi.json.
-    app = FastAPI(title="lowlat", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="lowlat", version=_version(), docs_url=None, redoc_url=None)
     app.state.server = state
     for family in (completions, chat, models, cancel, health):
         app.include_router(family.router)

