@@ -10,6 +10,9 @@ import json
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
 
 from lowlat.bench.presets import DenseShape
 
@@ -30,24 +33,23 @@ def weight_names(shape: DenseShape) -> Iterator[str]:
         yield "lm_head.weight"
 
 
-def filled_tokenizer(source: dict[str, object], vocab: int) -> dict[str, object]:
-    """A tokenizer.json whose vocabulary has `vocab` entries. Raises ValueError where it has more, or is no BPE."""
-    model = source.get("model")
-    words = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(words, dict):
-        raise ValueError("the tokenizer is not a BPE tokenizer.json: give another with --tokenizer")
-    added = source.get("added_tokens")
-    known = (
-        {*words.values(), *(t["id"] for t in added if isinstance(t, dict))}
-        if isinstance(added, list)
-        else set(words.values())
-    )
-    if max(known) >= vocab:
-        raise ValueError(
-            f"the tokenizer has {max(known) + 1} tokens, the model {vocab}: give a smaller one with --tokenizer"
-        )
+def _known_tokens(source: dict[str, Any]) -> set[int]:
+    words = (source.get("model") or {}).get("vocab")
+    if not isinstance(words, dict):
+        raise ValueError("the tokenizer.json holds no vocabulary with ids: give another with --tokenizer")
+    return {*words.values(), *(token["id"] for token in source.get("added_tokens") or [])}
+
+
+def tokenizer_size(source: dict[str, Any]) -> int:
+    """Tokens of a tokenizer.json: its largest id and one. Raises ValueError where its model has no table of ids."""
+    return max(_known_tokens(source)) + 1
+
+
+def filled_tokenizer(source: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """A tokenizer.json in which every id below `vocab` has a token."""
+    known = _known_tokens(source)
     extra = {f"x{token}": token for token in range(vocab) if token not in known}
-    return {**source, "model": {**model, "vocab": {**words, **extra}}}
+    return {**source, "model": {**source["model"], "vocab": {**source["model"]["vocab"], **extra}}}
 
 
 def make_folder(
@@ -62,7 +64,8 @@ def make_folder(
 ) -> None:
     """Write config, tokenizer and random weights into a new `folder`, in shards of at most 4 GB.
 
-    `tokenizer` is a folder with a tokenizer.json. Raises FileExistsError where `folder` is not empty.
+    `tokenizer` is a folder with a tokenizer.json; a shape with fewer tokens gets a larger vocabulary. Raises
+    FileExistsError where `folder` is not empty.
     """
     import torch
     from safetensors.torch import save_file
@@ -72,6 +75,8 @@ def make_folder(
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: name a new folder")
     source = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+    if shape.vocab < tokenizer_size(source):
+        shape = msgspec.structs.replace(shape, vocab=-(-tokenizer_size(source) // 64) * 64)
     filled = filled_tokenizer(source, shape.vocab)
     folder.mkdir(parents=True, exist_ok=True)
     weights = RandomCheckpoint(shape, seed)

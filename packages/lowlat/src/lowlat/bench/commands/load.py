@@ -211,7 +211,7 @@ def serve(
             options = ServeOptions(
                 model=target.model, endpoint=_endpoint(endpoint), requests=requests, input_lengths=input_lengths,
                 output_lengths=output_lengths, concurrency=users, rate=(rate or 1.0) if open_loop else None,
-                warmup=warmup, seed=seed,
+                warmup=warmup, seed=seed * 1009 + (users or 0),
             )  # fmt: skip
             if users is not None:
                 say(f"{users} users")
@@ -318,7 +318,7 @@ def replay(
             options = ReplayOptions(
                 model=target.model, endpoint=_endpoint(endpoint), concurrency=users, time_scale=time_scale,
                 pause_cap_s=pause_cap, start=parse_start(start), duration_s=duration, max_turns=max_turns,
-                max_context=max_context or target.max_context, seed=seed,
+                max_context=max_context or target.max_context, seed=seed * 1009 + users,
             )  # fmt: skip
             outcome = asyncio.run(_run_replay(url, api_key, timeout, options, agents))
             end_progress()

@@ -1,0 +1,104 @@
+"""Two load generators against one scripted server with fixed token times: `lowlat bench serve` and aiperf.
+
+    python benchmarks/peers/load_agreement.py --aiperf build/peers/aiperf/bin/aiperf
+
+Both send the same number of requests with the same lengths and concurrency, in the order lowlat, aiperf, aiperf,
+lowlat. Exit code 1 where a figure of the two differs by more than 1 %.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SERVER = ROOT / "tests" / "bench" / "scripted_server.py"
+TTFT_MS, ITL_MS = 200.0, 12.0
+TOKENS, INPUT = 64, 200
+TOLERANCE = 0.01
+FIGURES = ("ttft_ms p50", "ttft_ms p90", "itl_ms p50", "itl_ms p90", "latency_ms p50", "latency_ms p90")
+
+
+def aiperf_figures(aiperf: str, url: str, tokenizer: str, concurrency: int, requests: int) -> dict[str, float]:
+    """Run aiperf and read its summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            aiperf, "profile", "-m", "scripted", "--url", url, "--endpoint-type", "chat", "--streaming",
+            "--tokenizer", tokenizer, "--use-server-token-count", "--isl", str(INPUT), "--osl", str(TOKENS),
+            "--concurrency", str(concurrency), "--request-count", str(requests),
+            "--warmup-request-count", str(concurrency),
+            "--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", folder,
+            "--no-server-metrics", "--no-gpu-telemetry",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        summary = pathlib.Path(folder) / "profile_export_aiperf.json"
+        if done.returncode != 0 or not summary.is_file():
+            raise SystemExit(f"aiperf failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        found = json.loads(summary.read_text())
+    names = {"ttft_ms": "time_to_first_token", "itl_ms": "inter_token_latency", "latency_ms": "request_latency"}
+    return {figure: found[names[figure.split()[0]]][figure.split()[1]] for figure in FIGURES}
+
+
+def lowlat_figures(url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
+    """Run `lowlat bench serve` in a process of its own and read its result."""
+    command = [
+        sys.executable, "-m", "lowlat.bench.cli", "serve", "--url", url, "-c", str(concurrency), "-n", str(requests),
+        "-i", str(INPUT), "-o", str(TOKENS), "--weights", "real", "--json", "--seed", str(seed),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"lowlat bench serve failed: {done.stderr[-2000:]}")
+    rows = {row["metric"]: row for row in json.loads(done.stdout)["rows"]}
+    speed = rows["tokens_per_s_user"]
+    return {
+        "ttft_ms p50": rows["ttft_ms"]["median"],
+        "ttft_ms p90": rows["ttft_ms"]["details"]["p90"],
+        # the median gap is the inverse of the median speed
+        "itl_ms p50": 1e3 / speed["median"],
+        "itl_ms p90": rows["itl_ms_p90"]["median"],
+        "latency_ms p50": rows["latency_ms"]["median"],
+        "latency_ms p90": rows["latency_ms"]["details"]["p90"],
+    }
+
+
+def main() -> None:
+    """Compare at one and four users."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--aiperf", required=True, help="the aiperf program of its own environment")
+    parser.add_argument("--requests", type=int, default=24)
+    arguments = parser.parse_args()
+    from lowlat.models.loading.checkpoint import open_checkpoint
+
+    tokenizer = str(open_checkpoint("smollm2").folder)
+    server = subprocess.Popen(
+        [sys.executable, str(SERVER), "--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    worst = 0.0
+    try:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{json.loads(server.stdout.readline())['port']}"
+        for users in (1, 4):
+            ours, theirs = [], []
+            for seed, mine in enumerate((True, False, False, True)):
+                if mine:
+                    ours.append(lowlat_figures(url, users, arguments.requests, seed))
+                else:
+                    theirs.append(aiperf_figures(arguments.aiperf, url, tokenizer, users, arguments.requests))
+            for figure in FIGURES:
+                a = statistics.mean(run[figure] for run in ours)
+                b = statistics.mean(run[figure] for run in theirs)
+                worst = max(worst, abs(a / b - 1.0))
+                print(f"{users} users  {figure:15}  lowlat {a:9.3f}  aiperf {b:9.3f}  {a / b - 1.0:+.2%}")
+    finally:
+        server.terminate()
+        server.wait(timeout=10)
+    print(f"largest difference {worst:.2%}, allowed {TOLERANCE:.0%}")
+    raise SystemExit(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    main()
