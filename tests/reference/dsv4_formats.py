@@ -52,7 +52,7 @@ def power_of_two_above(x: np.ndarray) -> np.ndarray:
 
 def _blocks(x: np.ndarray, size: int) -> np.ndarray:
     assert x.shape[-1] % size == 0, (x.shape, size)
-    return x.reshape(*x.shape[:-1], -1, size)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def fp8_activation(x: np.ndarray, group: int) -> np.ndarray:

@@ -25,6 +25,9 @@ class Store:
     def bf16(self, x: Array) -> Array:
         return formats.bf16(x) if self.quantised else x
 
+    def fp32(self, x: Array) -> Array:
+        return x.astype(np.float32).astype(np.float64) if self.quantised else x
+
     def activation(self, x: Array) -> Array:
         return formats.fp8_activation(x, self.group) if self.quantised else x
 
@@ -147,7 +150,7 @@ def best(scores: Array, count: int) -> Array:
 def pair_latents(c: Array, g: Array) -> Array:
     """Ratio 2: softmax over the two tokens of each complete pair, per channel; [T, D] -> [T // 2, D]."""
     pairs = len(c) // 2
-    c, g = (x[: 2 * pairs].reshape(pairs, 2, -1) for x in (c, g))
+    c, g = (x[: 2 * pairs].reshape(pairs, 2, x.shape[-1]) for x in (c, g))
     return (softmax(g, 1) * c).sum(1)
 
 
@@ -172,7 +175,7 @@ def plain_entries(c: Array, g: Array, ape: Array) -> Array:
     """V4, other ratios: [T, D] -> [T // ratio, D], no overlap."""
     ratio = ape.shape[0]
     windows = len(c) // ratio
-    c, g = (x[: ratio * windows].reshape(windows, ratio, -1) for x in (c, g))
+    c, g = (x[: ratio * windows].reshape(windows, ratio, x.shape[-1]) for x in (c, g))
     return (softmax(g + ape, 1) * c).sum(1)
 
 

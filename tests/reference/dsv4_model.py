@@ -174,9 +174,9 @@ class Reference:
 
     def source_entries(self, x: Array, attn: str, ratio: int) -> tuple[Array, Array]:
         name, store, omega = f"{attn}.compressor", self.store, self.omega[True]
-        c = x @ self.w[f"{name}.wkv.weight"].T
+        c = store.fp32(x @ self.w[f"{name}.wkv.weight"].T)
         if ratio == 2:
-            c = L.pair_latents(c, x @ self.w[f"{name}.wgate.weight"].T)
+            c = L.pair_latents(c, store.fp32(x @ self.w[f"{name}.wgate.weight"].T))
         latent = self.norm(store.bf16(c), f"{name}.norm")
         at = ratio * np.arange(len(latent))
         main = store.main_entry(store.bf16(L.rotate_tail(latent, at, omega)))

@@ -48,7 +48,7 @@ def quantise_main_entries(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
     The scale is e4m3(clamp(amax / 6, 2^-9, 448)); codes are those of the true quotient.
     """
-    groups = x_RK.to(torch.float32).unflatten(-1, (-1, 16))
+    groups = _groups(x_RK, 16)
     scales = e4m3_encode((groups.abs().amax(-1) / E2M1_MAX).clamp(2.0**-9, 448.0))
     codes = e2m1_encode(groups / e4m3_decode(scales).unsqueeze(-1))
     return pack(codes.flatten(-2)), scales
@@ -56,13 +56,13 @@ def quantise_main_entries(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def dequantise_main_entries(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 values [..., K] of `quantise_main_entries`' bytes; exact in bfloat16."""
-    values = e2m1_decode(unpack(packed)).unflatten(-1, (-1, 16))
+    values = e2m1_decode(unpack(packed)).reshape(*scales.shape, 16)
     return (values * e4m3_decode(scales).unsqueeze(-1)).flatten(-2)
 
 
 def quantise_groups(x_RK: torch.Tensor, group: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     """Index keys and queries, expert weights: packed bytes and ue8m0 bytes, 2^ceil(log2(max(amax, 6 * 2^-126) / 6))."""
-    groups = x_RK.to(torch.float32).unflatten(-1, (-1, group))
+    groups = _groups(x_RK, group)
     amax = groups.abs().amax(-1).clamp_min(E2M1_MAX * 2.0**-126)
     scales = ue8m0_ceiling(amax / E2M1_MAX)
     codes = e2m1_encode(groups / ue8m0_decode(scales).unsqueeze(-1))
@@ -71,5 +71,11 @@ def quantise_groups(x_RK: torch.Tensor, group: int = 32) -> tuple[torch.Tensor, 
 
 def dequantise_groups(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 values [..., K] of packed bytes with one ue8m0 byte for each K / G values."""
-    values = e2m1_decode(unpack(packed)).unflatten(-1, (scales.shape[-1], -1))
+    values = e2m1_decode(unpack(packed)).reshape(*scales.shape, 2 * packed.shape[-1] // scales.shape[-1])
     return (values * ue8m0_decode(scales).unsqueeze(-1)).flatten(-2)
+
+
+def _groups(x: torch.Tensor, group: int) -> torch.Tensor:
+    if x.shape[-1] % group:
+        raise ValueError(f"{x.shape[-1]} values do not divide into groups of {group}")
+    return x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)

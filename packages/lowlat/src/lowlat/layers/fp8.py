@@ -24,7 +24,7 @@ def ue8m0_ceiling(x: torch.Tensor) -> torch.Tensor:
 def ue8m0_decode(scales: torch.Tensor) -> torch.Tensor:
     """float32 powers of two of ue8m0 bytes; byte 0 is the subnormal 2^-127."""
     bits = scales.to(torch.int32) << 23
-    return torch.where(scales == 0, 2.0**-127, bits.view(torch.float32))
+    return bits.view(torch.float32).masked_fill(scales == 0, 2.0**-127)
 
 
 def e4m3_encode(x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def quantise_window_entries(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def dequantise_groups(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 values [..., K] of e4m3 bytes with one ue8m0 byte for each K / G values."""
-    values = e4m3_decode(codes).unflatten(-1, (scales.shape[-1], -1))
+    values = e4m3_decode(codes).reshape(*scales.shape, codes.shape[-1] // scales.shape[-1])
     return (values * ue8m0_decode(scales).unsqueeze(-1)).flatten(-2)
 
 
@@ -61,7 +61,7 @@ def quantise_blocks(w_NK: torch.Tensor, block: int) -> tuple[torch.Tensor, torch
     """A weight as e4m3 bytes [N, K] and ue8m0 bytes [N / block, K / block]; edge blocks may be partial."""
     rows, columns = w_NK.shape
     padded = torch.nn.functional.pad(w_NK.to(torch.float32), (0, -columns % block, 0, -rows % block))
-    tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+    tiles = padded.view(padded.shape[0] // block, block, padded.shape[1] // block, block)
     scales = ue8m0_ceiling(tiles.abs().amax((1, 3)).clamp_min(_ACTIVATION_FLOOR) / E4M3_MAX)
     return e4m3_encode(w_NK / _spread(ue8m0_decode(scales), rows, columns, block)), scales
 
@@ -85,7 +85,7 @@ def _spread(scales: torch.Tensor, rows: int, columns: int, block: int) -> torch.
 def _groups(x: torch.Tensor, group: int) -> torch.Tensor:
     if x.shape[-1] % group:
         raise ValueError(f"{x.shape[-1]} values do not divide into groups of {group}")
-    return x.to(torch.float32).unflatten(-1, (-1, group))
+    return x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
 def _encode(x: torch.Tensor, groups: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
