@@ -29,7 +29,7 @@ class Store:
         return x.astype(np.float32).astype(np.float64) if self.quantised else x
 
     def activation(self, x: Array) -> Array:
-        return formats.fp8_activation(x, self.group) if self.quantised else x
+        return formats.fp8_activation(self.fp32(x), self.group) if self.quantised else x
 
     def window_entry(self, x: Array) -> Array:
         return formats.fp8_entry(x) if self.quantised else x

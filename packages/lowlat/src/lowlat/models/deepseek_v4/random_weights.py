@@ -87,6 +87,8 @@ def _plain(
         return normal
     if leaf == "head" and not name.startswith("mtp."):
         return normal * np.float32(3 / np.sqrt(shape[1]))
+    if leaf == "proj":  # the confidence head reads streams before their norm, which grow
+        return normal * np.float32(0.2 / np.sqrt(shape[-1]))
     return normal * np.float32(1 / np.sqrt(shape[-1]))
 
 
