@@ -16,7 +16,8 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SERVER = ROOT / "tests" / "bench" / "scripted_server.py"
-TTFT_MS, ITL_MS = 200.0, 12.0
+# Long against the millisecond or two that a busy machine takes to wake a process, which is neither tool's doing.
+TTFT_MS, ITL_MS = 500.0, 15.0
 TOKENS, INPUT = 64, 200
 TOLERANCE = 0.01
 FIGURES = ("ttft_ms p50", "ttft_ms p90", "itl_ms p50", "itl_ms p90", "latency_ms p50", "latency_ms p90")

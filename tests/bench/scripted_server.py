@@ -4,8 +4,9 @@
 
 Every request gets `max_tokens` words; the first leaves `ttft` after the request was read and word n leaves at
 `ttft + n * itl`, on an absolute schedule that does not drift. With `--tokens-per-chunk` several words leave together,
-as speculation makes them. A whitespace-separated word counts as a token. `GET /script/log` lists, for each request in
-order of arrival: its body's digest, when it was read, and when each word was written (seconds).
+as speculation makes them. It also takes the flags by which `lowlat bench ab` tells two servers apart. A word between
+spaces counts as a token. `GET /script/log` lists, for each request in order of arrival: what was asked, when it was
+read, and when each word was written (seconds).
 """
 
 import argparse
@@ -18,9 +19,21 @@ import time
 class Script:
     """The fixed times, the limits, and the log of what was done when."""
 
-    def __init__(self, ttft_ms=60.0, itl_ms=10.0, tokens_per_chunk=1, max_context=1 << 20, model="scripted"):
+    def __init__(
+        self,
+        ttft_ms=60.0,
+        itl_ms=10.0,
+        tokens_per_chunk=1,
+        max_context=1 << 20,
+        model="scripted",
+        low_latency="off",
+        kernels=None,
+        gain=2.0,
+    ):
+        self.low_latency = low_latency
+        self.kernels = kernels
         self.ttft = ttft_ms / 1e3
-        self.itl = itl_ms / 1e3
+        self.itl = itl_ms / 1e3 / (1.0 if low_latency == "off" else gain)
         self.tokens_per_chunk = tokens_per_chunk
         self.max_context = max_context
         self.model = model
@@ -134,7 +147,12 @@ async def serve_connection(script, reader, writer):
                 writer.write(reply(200, {"object": "list", "data": [card]}))
             elif path == "/script/log":
                 writer.write(reply(200, script.log))
-            elif path in ("/health", "/"):
+            elif path == "/metrics":
+                steps = sum(len(entry["written"]) for entry in script.log)
+                kind = "general" if script.low_latency == "off" else "plugin"
+                text = f'lowlat_low_latency_steps_total{{path="{kind}",reason=""}} {steps}.0\n'
+                writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+            elif path in ("/health", "/ready", "/"):
                 writer.write(reply(200, {"status": "ok"}))
             else:
                 writer.write(reply(404, {"error": {"message": f"nothing at {path}"}}))
@@ -167,6 +185,9 @@ def main():
     parser.add_argument("--tokens-per-chunk", type=int, default=1)
     parser.add_argument("--max-context", type=int, default=1 << 20)
     parser.add_argument("--model", default="scripted")
+    parser.add_argument("--low-latency", choices=["off", "auto", "require"], default="off")
+    parser.add_argument("--kernels")
+    parser.add_argument("--gain", type=float, default=2.0, help="factor by which --low-latency shortens the gaps")
     arguments = vars(parser.parse_args())
     port = arguments.pop("port")
     with contextlib.suppress(KeyboardInterrupt):

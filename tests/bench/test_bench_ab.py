@@ -1,0 +1,90 @@
+"""The A/B of low-latency mode, against servers whose speeds are known: the ratio comes out, and every way to fool it is
+refused."""
+
+import pathlib
+import sys
+
+import pytest
+
+from lowlat.bench import ab
+from lowlat.bench.load.records import Record
+from lowlat.bench.load.traces import Agent, Turn
+from lowlat.bench.local_server import ServerStartError, local_server
+
+SCRIPTED = (sys.executable, str(pathlib.Path(__file__).with_name("scripted_server.py")))
+
+
+def sides(**fields):
+    shared = ("--ttft-ms", "10", "--itl-ms", "8")
+    on = ("--low-latency", "require", "--kernels", "lowlat-cpu")
+    return ab.Sides(shared=shared, on=on, on_arm="lowlat-cpu", command=SCRIPTED, **fields)
+
+
+def test_the_known_gain_comes_out_with_its_interval():
+    loads = ab.long_prompt_loads((1, 2), input_tokens=20, output_tokens=12, requests=1)
+    said = []
+    outcome = ab.run_ab(sides(), loads, rounds=2, say=said.append)
+    order = [text.rpartition(", ")[2] for text in said if "round" in text]
+    assert order[:4] == ["general", "lowlat-cpu", "lowlat-cpu", "general"]
+    assert outcome.covered.share == 1.0
+    rows = ab.ab_rows(outcome, sides(), loads)
+    speedups = {(row.details["of"], row.concurrency): row for row in rows if row.metric == "speedup"}
+    assert set(speedups) == {
+        (of, users) for of in ("tokens_per_s_user", "interactivity_p90", "e2e_interactivity_p90") for users in (1, 2)
+    }
+    for users in (1, 2):
+        gain = speedups["tokens_per_s_user", users]
+        assert gain.median == pytest.approx(2.0, rel=0.1)
+        assert gain.low <= gain.median <= gain.high
+        assert speedups["interactivity_p90", users].median == pytest.approx(2.0, rel=0.1)
+        assert 1.2 < speedups["e2e_interactivity_p90", users].median < 2.0
+    arms = {(row.arm, row.concurrency) for row in rows if row.metric == "tokens_per_s_user"}
+    assert arms == {(arm, users) for arm in ("general", "lowlat-cpu") for users in (1, 2)}
+
+
+def test_both_sides_get_the_same_prompts():
+    load = ab.long_prompt_loads((2,), input_tokens=30, output_tokens=2, requests=1)[0]
+    with local_server([], command=SCRIPTED) as first, local_server([], command=SCRIPTED) as second:
+        records = [ab._block(server, load, block) for server in (first, second) for block in (0, 1)]
+    assert [sorted(r.prompt_tokens for r in block) for block in records] == [[30, 30]] * 4
+
+
+def test_servers_started_one_at_a_time_and_agent_runs():
+    turns = [Turn(output_tokens=6, input_tokens=16 * (i + 1), block_ids=tuple(range(i + 1))) for i in range(3)]
+    agents = [Agent(id=f"a{i}", turns=turns, block_tokens=16) for i in range(2)]
+    loads = ab.agent_loads(agents, (2,), time_scale=0.0, max_turns=2)
+    outcome = ab.run_ab(sides(one_at_a_time=True), loads, rounds=1)
+    assert len(outcome.ready_s["general"]) == 2
+    assert len(set(outcome.ready_s["lowlat-cpu"])) == 2
+    rows = ab.ab_rows(outcome, sides(), loads)
+    assert next(row for row in rows if row.metric == "speedup").median == pytest.approx(2.0, rel=0.15)
+
+
+def test_a_run_without_kernels_is_refused():
+    outcome = ab.AbOutcome()
+    outcome.covered.general = 100.0
+    with pytest.raises(RuntimeError, match="0% of the"):
+        ab.check_covered(outcome, 0.5)
+    outcome.covered.plugin = 300.0
+    ab.check_covered(outcome, 0.5)
+
+
+def test_a_failed_request_stops_the_comparison(monkeypatch):
+    async def fails(url, load, model, block):
+        return [Record(error="HTTP 500: out of pages", status=500)]
+
+    monkeypatch.setattr(ab, "_one_block", fails)
+    loads = ab.long_prompt_loads((1,), input_tokens=20, output_tokens=12, requests=1)
+    with pytest.raises(RuntimeError, match="out of pages"):
+        ab.run_ab(sides(), loads, rounds=1)
+
+
+def test_a_server_that_does_not_start_says_why():
+    with (
+        pytest.raises(ServerStartError, match="invalid choice"),
+        local_server(["--low-latency", "x"], command=SCRIPTED),
+    ):
+        pass
+    sleeper = (sys.executable, "-c", "import time; time.sleep(60)")
+    with pytest.raises(ServerStartError, match="not ready within"), local_server([], command=sleeper, start_s=0.3):
+        pass

@@ -1,0 +1,306 @@
+"""Steps, bytes, ceilings and regions: counts against figures worked out elsewhere and against real tensors."""
+
+import json
+import statistics
+
+import msgspec
+import pytest
+import torch
+
+from lowlat.bench import regions
+from lowlat.bench.arms.base import ArmUnavailableError, StepCase, build_arm
+from lowlat.bench.arms.general import RandomCheckpoint, weight_shape
+from lowlat.bench.arms.torch_step import TorchStep
+from lowlat.bench.ceiling import measure_ceiling
+from lowlat.bench.presets import PRESETS, find_shape, shape_from_config
+from lowlat.bench.random_model import weight_names
+from lowlat.bench.region_recorder import RegionRecorder
+from lowlat.bench.results import problems
+from lowlat.bench.roofline import dense_step_bytes, expected_distinct, v41_step_bytes
+from lowlat.bench.step import StepOptions, run_step
+
+TINY = PRESETS["tiny"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "floor_us"),
+    [("llama-1b", 2.505, 551.8), ("qwen3-0.6b", 1.309, 288.4), ("qwen3-8b", 15.288, 3367)],
+)
+def test_dense_bytes_are_the_published_ones(name, gigabytes, floor_us):
+    got = dense_step_bytes(PRESETS[name], requests=1, context=1024, dtype="bfloat16")
+    assert got.total / 1e9 == pytest.approx(gigabytes, abs=1e-3)
+    assert got.floor_us(4.54) == pytest.approx(floor_us, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["tiny", "qwen"])
+def test_dense_bytes_are_those_of_the_tensors_that_a_step_reads(name, dtype):
+    shape = TINY if name == "tiny" else msgspec.structs.replace(TINY, qk_norm=True, tied=True, kv_heads=1)
+    step = TorchStep(StepCase(shape=shape, context=8, dtype=dtype))
+    counted = dense_step_bytes(shape, requests=1, context=8, dtype=dtype)
+    assert counted.layers + counted.head == step.reference_bytes()
+
+
+def test_bytes_grow_with_context_and_requests_and_split_over_ranks():
+    one = dense_step_bytes(PRESETS["llama-1b"], requests=1, context=1024, dtype="bfloat16")
+    eight = dense_step_bytes(PRESETS["llama-1b"], requests=8, context=2048, dtype="bfloat16")
+    assert eight.kv == 16 * one.kv
+    assert eight.layers == one.layers
+    half = dense_step_bytes(PRESETS["llama-1b"], requests=1, context=1024, dtype="bfloat16", tp=2)
+    assert half.kv == one.kv // 2
+    assert one.total / 2 < half.total < 0.501 * one.total
+    with pytest.raises(ValueError, match="evenly"):
+        dense_step_bytes(PRESETS["smollm2"], requests=1, context=8, dtype="bfloat16", tp=2)
+    with pytest.raises(ValueError, match="dtype"):
+        dense_step_bytes(TINY, requests=1, context=8, dtype="int3")
+
+
+def test_deepseek_bytes_at_tp4_and_six_rows():
+    # the step of the specification's own calculator: 10.328 GB a rank, 9.118 of it weights of the 40 layers
+    got = v41_step_bytes(rows=6, context=131072, tp=4)
+    assert got.total / 1e9 == pytest.approx(10.328, abs=1e-3)
+    assert got.layers / 1e9 == pytest.approx(9.118, abs=1e-3)
+    assert got.head / 1e9 == pytest.approx(0.331, abs=1e-3)
+    assert got.kv / 1e9 == pytest.approx(0.0854, abs=1e-4)
+    fewer = v41_step_bytes(rows=6, context=131072, tp=4, layers=10, draft=False)
+    assert fewer.layers < got.layers / 3.5
+    assert fewer.draft == 0
+    with pytest.raises(ValueError, match="40 layers"):
+        v41_step_bytes(rows=1, context=1, tp=1, layers=41)
+
+
+def test_expected_distinct_experts_against_a_simulation():
+    generator = torch.Generator().manual_seed(0)
+    draws = [
+        len({int(e) for _ in range(6) for e in torch.randperm(384, generator=generator)[:6]}) for _ in range(300)
+    ]  # fmt: skip
+    assert statistics.mean(draws) == pytest.approx(expected_distinct(6, 384, 6), rel=0.01)
+
+
+# --- shapes
+
+
+def test_presets_survive_their_own_config(tmp_path):
+    for name, shape in PRESETS.items():
+        assert shape_from_config(shape.config(), name) == shape
+    (tmp_path / "config.json").write_text(json.dumps(TINY.config()))
+    assert find_shape(str(tmp_path)).layers == 2
+    assert find_shape("llama-1b", 3).layers == 3
+    for model, layers, match in (
+        ("nothing", None, "neither a preset"), ("tiny", 5, "2 layers"), ("deepseek-v41", None, "no dense model"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            find_shape(model, layers)
+    with pytest.raises(ValueError, match="GPT2"):
+        shape_from_config({"architectures": ["GPT2LMHeadModel"]}, "x")
+    with pytest.raises(ValueError, match="hidden_size"):
+        shape_from_config(
+            {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 1, "num_hidden_layers": 1}, "x"
+        )
+
+
+def test_random_weights_repeat_and_differ_by_name():
+    first, second = RandomCheckpoint(TINY, 0), RandomCheckpoint(TINY, 0)
+    names = list(weight_names(TINY))
+    for name in names:
+        assert torch.equal(first.tensor(name, torch.float32), second.tensor(name, torch.float32))
+        assert first.tensor(name, torch.float32).shape == weight_shape(TINY, name)
+    gate, up = (first.tensor(f"model.layers.0.mlp.{part}_proj.weight", torch.float32) for part in ("gate", "up"))
+    assert not torch.equal(gate, up)
+    part = first.tensor("lm_head.weight", torch.float32, rows=slice(8, 16), columns=slice(0, 4))
+    assert torch.equal(part, first.tensor("lm_head.weight", torch.float32)[8:16, :4])
+
+
+# --- arms
+
+
+def test_read_ceiling_is_a_bandwidth_of_this_machine():
+    got = measure_ceiling("cpu", gigabytes=0.05, repeats=3)
+    assert 0.0005 < got.tb_s < 5
+    assert got.bytes == 50_000_000
+
+
+def reference_tokens(step, case):
+    """The step's own weights through plain transformers-style attention over the visible cache, in float64."""
+    shape = case.shape
+    x = step.embedding[step.tokens].double()
+
+    def norm(values, weight):
+        return values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + shape.eps) * weight.double()
+
+    def rotate(values):
+        half = shape.head_dim // 2
+        turned = torch.cat((-values[..., half:], values[..., :half]), -1)
+        return values * step.cos_D.double() + turned * step.sin_D.double()
+
+    for layer in step.layers:
+        h = norm(x, layer["attention_norm"]) @ layer["qkv"].double().T
+        q, k, v = h.split([shape.heads * shape.head_dim] + [shape.kv_heads * shape.head_dim] * 2, -1)
+        q = q.view(-1, shape.heads, shape.head_dim)
+        k, v = (t.view(-1, shape.kv_heads, shape.head_dim) for t in (k, v))
+        if shape.qk_norm:
+            q, k = norm(q, layer["query_norm"]), norm(k, layer["key_norm"])
+        q, k = rotate(q), rotate(k)
+        keys = torch.cat((layer["keys"][:, :, : case.context].double(), k.unsqueeze(2)), 2)
+        values = torch.cat((layer["values"][:, :, : case.context].double(), v.unsqueeze(2)), 2)
+        group = shape.heads // shape.kv_heads
+        scores = torch.einsum("bnd,bncd->bnc", q, keys.repeat_interleave(group, 1)) / shape.head_dim**0.5
+        mixed = torch.einsum("bnc,bncd->bnd", scores.softmax(-1), values.repeat_interleave(group, 1))
+        x = x + mixed.reshape(len(x), -1) @ layer["out"].double().T
+        gate, up = (norm(x, layer["mlp_norm"]) @ layer["gate_up"].double().T).chunk(2, -1)
+        x = x + (torch.nn.functional.silu(gate) * up) @ layer["down"].double().T
+    return (norm(x, step.norm) @ step.head.double().T).argmax(-1)
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen"])
+def test_the_plain_step_computes_a_decoder(name):
+    shape = TINY if name == "tiny" else msgspec.structs.replace(TINY, qk_norm=True, tied=True, kv_heads=1)
+    case = StepCase(shape=shape, requests=3, context=21, dtype="float32", seed=5)
+    step = TorchStep(case)
+    step.tokens.copy_(torch.tensor([3, 7, 200]))
+    for layer in step.layers:  # what lies beyond the context must not matter
+        layer["keys"][:, :, case.context + 1 :] = 1e4
+        layer["values"][:, :, case.context + 1 :] = 1e4
+    expected = reference_tokens(step, case)
+    assert torch.equal(step(), expected)
+    assert torch.equal(step(), expected), "a step leaves its context as it was"
+
+
+def test_arms_alternate_and_those_that_cannot_run_are_named():
+    said = []
+    options = StepOptions(
+        model="tiny", arms=("general", "torch-eager-graph", "transformers", "vllm", "read-floor"), rows=(1, 3),
+        contexts=(40,), rounds=2, steps=2, ceiling_gb=0.02,
+    )  # fmt: skip
+    outcome = run_step(options, said.append, command="lowlat bench step --model tiny")
+    result = outcome.result
+    order = [text.rpartition(": ")[2] for text in said if text.startswith("round 1 of")]
+    assert order[:6] == ["general", "torch-eager-graph", "transformers", "transformers", "torch-eager-graph", "general"]
+    assert "not installed" in outcome.unavailable["vllm"]
+    found = {(row.arm, row.rows): row for row in result.rows}
+    arms = ("general", "torch-eager-graph", "transformers", "read-floor")
+    assert set(found) == {(arm, rows) for arm in arms for rows in (1, 3)}
+    for row in result.rows:
+        assert row.bytes == dense_step_bytes(TINY, requests=row.rows, context=40, dtype="float32").total
+        assert row.samples == (1 if row.arm == "read-floor" else 8)
+        assert 0 < row.ceiling_fraction <= 1.0
+    assert problems(result) == []
+    assert result.simulated.weights
+
+
+def test_the_general_arm_decodes_at_the_context_asked_for():
+    arm = build_arm("general", StepCase(shape=TINY, requests=2, context=33, dtype="float32", steps=3))
+    for _ in range(2):
+        arm.rewind()
+        assert arm.runner._lengths == [33, 33]
+        assert len(arm.measure()) == 3
+        assert arm.runner._lengths == [36, 36]
+    arm.close()
+
+
+def test_options_that_describe_no_step_are_refused():
+    for fields, match in (
+        ({"rows": (0,)}, "rows"), ({"contexts": (5000,)}, "do not fit"), ({"device": "tpu"}, "neither"),
+        ({"tp": 2}, "read-floor"), ({"steps": 100}, "at most 60"), ({"arms": ("magic",)}, "no arm could run"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            run_step(StepOptions(model="tiny", rounds=1, ceiling_gb=0.01, **fields))
+    with pytest.raises(ArmUnavailableError, match="random weights"):
+        build_arm("torch-eager-graph", StepCase(shape=TINY, model="smollm2"))
+
+
+def test_deepseek_has_a_floor_and_no_step():
+    options = StepOptions(model="deepseek-v41", arms=("general", "read-floor"), rows=(6,), contexts=(131072,), tp=4)
+    with pytest.raises(ValueError, match="tp"):
+        run_step(options)
+    options = StepOptions(model="deepseek-v41", arms=("read-floor",), rows=(6,), contexts=(131072,), ceiling_gb=0.01)
+    (row,) = run_step(options).result.rows
+    assert row.bytes == v41_step_bytes(rows=6, context=131072, tp=1).total
+    assert row.dtype == "fp8+fp4"
+
+
+# --- regions
+
+
+def test_time_between_marks_belongs_to_the_innermost_region(monkeypatch):
+    clock = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr("time.perf_counter_ns", lambda: next(clock))
+    recorder = RegionRecorder("cpu")
+    recorder.begin_step()
+    with recorder.region("layer"):
+        with recorder.region("attention"):
+            pass
+        with recorder.region("mlp"):
+            pass
+    recorder.end_step()
+    spans = recorder.spans()
+    assert [(s.name, s.start_us, s.end_us, s.depth, s.own_us) for s in spans] == [
+        ("attention", 2.0, 3.0, 2, 1.0), ("mlp", 4.0, 5.0, 2, 1.0), ("layer", 1.0, 6.0, 1, 3.0),
+        ("other", 0.0, 7.0, 0, 2.0),
+    ]  # fmt: skip
+    assert sum(s.own_us for s in spans) == 7.0
+
+
+def test_wrapping_is_undone_and_silent_outside_a_step():
+    class Owner:
+        def work(self, x):
+            return x + 1
+
+    owner, recorder = Owner(), RegionRecorder("cpu")
+    recorder.wrap(owner, "work", "work")
+    assert owner.work(1) == 2, "no step has begun, so nothing is marked"
+    recorder.begin_step()
+    assert owner.work(2) == 3
+    recorder.end_step()
+    assert [span.name for span in recorder.spans()] == ["work", "other"]
+    recorder.unwrap()
+    recorder.begin_step()
+    owner.work(3)
+    recorder.end_step()
+    assert [span.name for span in recorder.spans()] == ["other"]
+
+
+@pytest.mark.parametrize("name", sorted(regions.REGION_ARMS))
+def test_regions_of_a_real_step(name, tmp_path):
+    case = StepCase(shape=TINY, requests=2, context=16, dtype="float32", steps=4)
+    arm = regions.REGION_ARMS[name](case)
+    times = regions.measure_regions(name, arm, 12)
+    arm.close()
+    counts = {region: len(spans) for region, spans in times.instances().items()}
+    expected = {"layer": 24, "head": 12, "attention": 24, "other": 12}
+    expected |= (
+        {"mlp": 24}
+        if name != "general"
+        else {"qkv": 24, "attention output": 24, "gate and up": 24, "down": 24, "sample": 12}
+    )
+    assert counts == expected
+    rows = {row.details["region"]: row for row in regions.region_rows(times, case, arm.note)}
+    assert rows["layer"].instances == 24
+    assert rows["layer"].median > rows["attention"].median
+    assert sum(row.details["share_of_step"] for row in rows.values()) == pytest.approx(1.0, abs=1e-3)
+    trace = json.loads(regions.perfetto([times]))["traceEvents"]
+    drawn = [event for event in trace if event["ph"] == "X"]
+    assert sum(event["name"] == "layer" for event in drawn) == 2 * regions.TIMELINE_STEPS
+    starts = [event["ts"] for event in drawn if event["name"].startswith("step ")]
+    assert starts == sorted(starts)
+    paths = regions.timeline([times], tmp_path / "t.png")
+    assert [path.name for path in paths] == ["t.png", "t.svg"]
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_regions_that_do_not_add_up_are_refused():
+    span = regions.Span("other", 0.0, 100.0, 0, 100.0)
+    regions.check_sum(regions.RegionTimes("x", [98.0], [[span]]))
+    with pytest.raises(regions.RegionsRefusedError, match=r"\+11\.1%"):
+        regions.check_sum(regions.RegionTimes("x", [90.0], [[span]]))
