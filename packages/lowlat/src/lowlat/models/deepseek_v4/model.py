@@ -33,7 +33,7 @@ from lowlat.models.deepseek_v4.engram_tables import (
     read_part,
 )
 from lowlat.models.deepseek_v4.layer import FeedForward, Streams, first_pre
-from lowlat.models.deepseek_v4.replay import Tail, tail_of
+from lowlat.models.deepseek_v4.replay import tail_of
 from lowlat.models.deepseek_v4.step import StateSegment
 from lowlat.models.deepseek_v4.token_map import load_token_map
 from lowlat.models.deepseek_v4.weights import Weights
@@ -183,20 +183,20 @@ class DeepseekV4:
         tokens_R = step.tokens_R[: step.real_rows]
         segments = [segment for segment in step.segments if isinstance(segment, StateSegment)]
         rows = Rows(step.positions_R[: step.real_rows], segments, {}, [])
+        tail = tail_of(rows, self.options.replay_tail) if self._replay_layer() is not None else None
+        wanted = step.sample_rows if tail is None else tail.map(step.sample_rows)
         found = self._look_up(tokens_R, segments, caches)
         x_RH = F.embedding(tokens_R, self.embedding_VH)
         streams_RnH = x_RH.unsqueeze(1).repeat(1, config.hc_mult, 1)
         pre_Rn = first_pre(len(x_RH), config.hc_mult, numerics)
         features: list[torch.Tensor] = []
-        tail: Tail | None = None
         for index, layer in enumerate(self.layers):
             if layer.engram is not None:
                 image_R = tokens_R == (-1 if config.image_token_id is None else config.image_token_id)
                 streams_RnH = layer.engram.update(streams_RnH, found[index], image_R)
             if index in config.dspark_target_layer_ids:
                 features.append(numerics.store(streams_RnH.mean(1)))
-            if self._replays_from(index):
-                tail = tail_of(rows, self.options.replay_tail)
+            if tail is not None and index == self._replay_layer():
                 self._write_sources(layer, streams_RnH, pre_Rn, rows, caches)
                 streams_RnH, pre_Rn, tokens_R = (tail.take(x) for x in (streams_RnH, pre_Rn, tokens_R))
                 features = [tail.take(x) for x in features]
@@ -205,7 +205,6 @@ class DeepseekV4:
             rows.entries_written = False
         if self.draft is not None:
             self.draft.extend_context(torch.cat(features, -1), rows, caches)
-        wanted = step.sample_rows if tail is None else tail.map(step.sample_rows)
         return self._logits(streams_RnH.index_select(0, wanted), pre_Rn.index_select(0, wanted))
 
     def _layer(
@@ -238,9 +237,10 @@ class DeepseekV4:
         history = step_history(tokens_R, segments, caches, self.config, self.token_map)
         return {layer: engram.look_up(history) for layer, engram in self.engrams.items()}
 
-    def _replays_from(self, layer: int) -> bool:
+    def _replay_layer(self) -> int | None:
+        """The last KV source, from which on bounded replay drops rows; None: it is off."""
         sources = self.config.kv_source_layer_ids
-        return self.options.replay_tail > 0 and bool(sources) and layer == sources[-1]
+        return sources[-1] if sources and self.options.replay_tail > 0 else None
 
     @staticmethod
     def _write_sources(
