@@ -209,6 +209,15 @@ def test_the_general_arm_decodes_at_the_context_asked_for():
     arm.close()
 
 
+@pytest.mark.parametrize("arm", ["lowlat-nothing", "plugin:nothing"])
+def test_a_kernel_library_that_does_not_take_over_is_named(arm):
+    outcome = run_step(
+        StepOptions(model="tiny", arms=(arm, "read-floor"), contexts=(8,), rounds=1, steps=1, ceiling_gb=0.01)
+    )
+    assert "nothing" in outcome.unavailable[arm]
+    assert [row.arm for row in outcome.result.rows] == ["read-floor"]
+
+
 def test_options_that_describe_no_step_are_refused():
     for fields, match in (
         ({"rows": (0,)}, "rows"), ({"contexts": (5000,)}, "do not fit"), ({"device": "tpu"}, "neither"),

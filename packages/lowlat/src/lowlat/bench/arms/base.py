@@ -96,10 +96,23 @@ def importable(name: str) -> bool:
     return package is None or importlib.util.find_spec(package) is not None
 
 
+def kernel_library(arm: str) -> str | None:
+    """Name of the kernel library that an arm stands for: `lowlat-NAME` is its own, `plugin:NAME` means NAME."""
+    if arm.startswith("plugin:"):
+        return arm.removeprefix("plugin:")
+    return arm if arm.startswith("lowlat-") else None
+
+
 def build_arm(name: str, case: StepCase) -> StepArm:
     """Build an arm. Raises ArmUnavailableError naming the reason, and ValueError for a name that is no arm."""
+    library = kernel_library(name)
+    if library is not None:
+        from lowlat.bench.arms.general import GeneralArm
+
+        return GeneralArm(case, kernels=library)
     if name not in BUILDERS:
-        raise ValueError(f"{name!r} is no arm; known: read-floor, {', '.join(BUILDERS)}")
+        known = ", ".join(["read-floor", *BUILDERS])
+        raise ValueError(f"{name!r} is no arm; known: {known}, and kernel libraries as lowlat-NAME or plugin:NAME")
     if not importable(name):
         raise ArmUnavailableError(f"{_PACKAGES[name]} is not installed")
     return BUILDERS[name](case)

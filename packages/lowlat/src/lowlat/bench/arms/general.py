@@ -79,9 +79,12 @@ class RandomCheckpoint:
 
 
 class GeneralArm:
-    """Decode steps of the model runner, greedy, with the context set again before every series of timed steps."""
+    """Decode steps of the model runner, greedy, with the context set again before every series of timed steps.
 
-    def __init__(self, case: StepCase) -> None:
+    With `kernels`, that kernel library must have taken the decode steps over.
+    """
+
+    def __init__(self, case: StepCase, kernels: str | None = None) -> None:
         pages_each = pages_for(case.context + case.steps + 2, _PAGE)
         config = EngineConfig(
             model=case.model or case.shape.name,
@@ -92,6 +95,8 @@ class GeneralArm:
             kv_tokens=pages_each * _PAGE * case.requests,
             page_size=_PAGE,
             threads=torch.get_num_threads(),
+            low_latency="off" if kernels is None else "require",
+            kernels=kernels,
         )
         checkpoint: Any = open_checkpoint(case.model) if case.model else RandomCheckpoint(case.shape, case.seed)
         try:
@@ -99,6 +104,8 @@ class GeneralArm:
         except (ValueError, SetupError, UnsupportedModelError) as error:
             what = f"lowlat's runner cannot run {case.shape.name} on {case.device}"
             raise ArmUnavailableError(f"{what}: {error}") from error
+        if kernels is not None and parts.facts.kernels != kernels:
+            raise ArmUnavailableError(f"{kernels} did not take the step over; `lowlat plugins check` says what refuses")
         self.runner = parts.runner
         self.note = "model runner with sampling, without scheduler"
         self._case = case
