@@ -1,0 +1,185 @@
+"""Checks the dense step against float32 PyTorch on fresh random inputs, then times it. Needs one Hopper GPU.
+
+    python benchmarks/dense_step.py --models llama-1b,qwen3-0.6b --rows 1,8 --context 1024 --stamps
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("LOWLAT_CACHE", "/tmp/lowlat-cubins")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/lowlat-nvidia/src"))
+
+import torch
+
+from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense import reference
+from lowlat_nvidia.dense.pack import DenseWeights
+from lowlat_nvidia.dense.step import DenseStep, StepTensors
+
+CEILING = 4.54e12
+STAGE_NAMES = ("x gather", "qkv", "attention", "combine", "o gather", "o", "gu total", "down gather", "down", "gu gather")
+
+
+def make_case(
+    shape: plans.DenseShape, positions: list[list[int]], page_size: int, seed: int, device: str = "cuda"
+) -> tuple[StepTensors, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Requests with the given row positions, pages dealt at random, everything unused in the pools is loud noise."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    need = [-(-(rows[-1] + 1) // page_size) for rows in positions]
+    total = sum(need) + 3
+    order = torch.randperm(total, generator=generator, device=device).int()
+    table = torch.full((len(positions), max(need)), 0, dtype=torch.int32, device=device)
+    pools = []
+    size = (total * page_size, shape.kv_heads, shape.head_dim)
+    used = torch.zeros(total * page_size, dtype=torch.bool, device=device)
+    at = 0
+    for request, count in enumerate(need):
+        table[request, :count] = order[at : at + count]
+        at += count
+        token = torch.arange(positions[request][0], device=device)
+        used[table[request].long()[token // page_size] * page_size + token % page_size] = True
+    for _ in range(shape.layers):
+        pair = []
+        for _ in range(2):
+            pool = torch.randn(size, generator=generator, device=device).to(torch.bfloat16)
+            pool[~used] = 1e4
+            pair.append(pool)
+        pools.append((pair[0], pair[1]))
+    row_request = [request for request, rows in enumerate(positions) for _ in rows]
+    row_first = [row_request.index(request) for request in row_request]
+    flat = [position for rows in positions for position in rows]
+    tokens = torch.randint(0, shape.vocab, (len(flat),), generator=generator, device=device)
+
+    def ints(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    step = StepTensors(
+        tokens, ints(flat, torch.int64), ints(row_request, torch.int32), ints(row_first, torch.int32), table
+    )
+    return step, pools
+
+
+def copy_pools(pools: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(k.clone(), v.clone()) for k, v in pools]
+
+
+def check_case(
+    built: DenseStep, weights: DenseWeights, positions: list[list[int]], page_size: int, seed: int
+) -> tuple[float, float]:
+    """Relative error of the worst row's logits and of the written keys and values. Raises on a wrong greedy token."""
+    shape = built.plan.shape
+    step, pools = make_case(shape, positions, page_size, seed)
+    expected_pools = copy_pools(pools)
+    expected = reference.reference_step(shape, weights, built.rotary, expected_pools, page_size, step)
+    built.bind(pools, page_size)
+    built.logits_RV.fill_(float("nan"))
+    built.next_token_R.fill_(-7)
+    logits = built.run(step)
+    built.check()
+    error = ((logits - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+    assert torch.equal(built.next_token_R[: len(logits)], logits.argmax(1)), "greedy token"
+    written = max(
+        ((a.float() - b.float()).norm() / (b.float() * (b.abs() < 1e3)).norm()).item()
+        for mine, theirs in zip(pools, expected_pools, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+    return error, written
+
+
+def time_step(built: DenseStep, step: StepTensors, count: int = 40) -> list[float]:
+    """Microseconds of single launches, sorted."""
+    for _ in range(5):
+        built.run(step)
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(count):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        built.run(step)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    built.check()
+    return sorted(times)
+
+
+def show_stamps(built: DenseStep, step: StepTensors) -> None:
+    """Mean cycles of each stage over blocks and inner layers."""
+    built.run(step)
+    built.check()
+    marks = built.stamps[:, 1:-2].double()
+    following = built.stamps[:, 2:-1, 0].double()
+    order = [0, 1, 2, 3, 4, 5, 6, 9, 7, 8]
+    names = ["x gather", "qkv", "attention", "combine", "o gather", "o", "gu gather", "gate-up", "down gather", "down"]
+    ends = [marks[:, :, i] for i in order[1:]] + [following]
+    text = []
+    total = 0.0
+    for name, start, end in zip(names, [marks[:, :, i] for i in order], ends, strict=True):
+        d = end - start
+        total += d.mean().item()
+        text.append(f"{name} {d.mean().item():.0f} (min {d.amin(0).mean().item():.0f})")
+    print("   cycles:", ", ".join(text), f"| layer {total:.0f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="llama-1b,qwen3-0.6b")
+    parser.add_argument("--rows", default="1,8")
+    parser.add_argument("--contexts", default="1024")
+    parser.add_argument("--windows", default="2")
+    parser.add_argument("--rings", default="160", help="ring sizes in KB")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--stamps", action="store_true")
+    args = parser.parse_args()
+    print(torch.__version__, torch.cuda.get_device_name(), flush=True)
+    for name in args.models.split(","):
+        shape = plans.PRESETS[name]
+        weights = reference.random_weights(shape, 1, "cuda")
+        contexts = [int(c) for c in args.contexts.split(",")]
+        rotary = reference.rotary_table(max(contexts) + 64, shape.head_dim, 5e5, "cuda")
+        base: DenseStep | None = None
+        for ring in map(int, args.rings.split(",")):
+            for window in map(int, args.windows.split(",")):
+                for stamps in (0, 16) if args.stamps else (0,):
+                    plan = plans.DensePlan(shape, ring * 1024, window, stamps)
+                    start = time.time()
+                    base = DenseStep(plan, weights, rotary)
+                    label = f"{name} ring {ring} window {window}"
+                    if stamps == 0:
+                        print(f"== {label}: built in {time.time() - start:.1f} s {base.function.attributes()}", flush=True)
+                    if not args.no_check and stamps == 0:
+                        cases = [[[1023]], [[0]], [[5], [700, 701, 702], [63]], [[i * 101] for i in range(8)]]
+                        for i, positions in enumerate(cases):
+                            if max(p[-1] for p in positions) < len(rotary):
+                                error, written = check_case(base, weights, positions, (1, 16)[i % 2], 10 + i)
+                                print(f"   check {positions}: logits {error:.2e}, keys and values {written:.2e}", flush=True)
+                        args.no_check = len(args.windows) > 3
+                    for context in contexts:
+                        for rows in map(int, args.rows.split(",")):
+                            step, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
+                            base.bind(pools, 16)
+                            if stamps:
+                                print(f"   {label} rows {rows} context {context}")
+                                show_stamps(base, step)
+                                continue
+                            times = time_step(base, step)
+                            size = shape.weight_bytes() + rows * shape.kv_bytes(context)
+                            middle = times[len(times) // 2]
+                            print(
+                                f"{label} rows {rows} context {context}: {middle:.1f} us (min {times[0]:.1f}), "
+                                f"floor {size / CEILING * 1e6:.1f}, {100 * size / CEILING * 1e6 / middle:.1f} %",
+                                flush=True,
+                            )
+                            del pools
+                    del base
+        del weights
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

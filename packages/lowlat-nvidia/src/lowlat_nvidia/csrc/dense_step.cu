@@ -1,0 +1,215 @@
+// One decode or verify step of a dense transformer (Llama, Qwen3) in one persistent launch of 128 blocks.
+//
+// Blocks exchange through words in global memory that are EMPTY until published: the data is its own signal, there is
+// no barrier over the grid. The exchange buffers alternate between two copies; a step empties what the last one used.
+// Warp 8 of each block copies the packed weights, in the order of use, into a ring of pages in shared memory, and runs
+// ahead of all dependencies.
+#include "attention.cuh"
+
+// Stage numbers for errors: 0 input of q, k, v; 2 attention; 3 sum of splits; 4 output projection; 5 gate and up;
+// 6 down; 7 logits. Stamp numbers: see stamp().
+
+DEV void stamp(Context& c, int layer, int index) {
+#if STAMPS > 0
+  if (c.thread == 0) c.p.stamps[((long)c.block * (LAYERS + 1) + layer) * STAMPS + index] = clock_now();
+#endif
+}
+
+// One lane a consumer warp: keeps WINDOW copies in flight and at most RING_PAGES pages filled.
+DEV void produce(const Params& p, u32 ring, u32 full, u32 empty, int block, int lane) {
+  const int warp = lane & 7;
+  const u8* from = p.weights + ((long)block * WARPS + warp) * PAGE;
+  ring += warp * RING_PAGES * PAGE;
+  full += warp * RING_PAGES * 8;
+  empty += warp * RING_PAGES * 8;
+  int slot = 0, landed = 0;
+  u32 slot_phase = 1, landed_phase = 0;
+  int issued = 0;
+  bool more = lane < WARPS;
+  while (__any_sync(~0u, more)) {
+    bool can = more && barrier_test(empty + slot * 8, slot_phase) &&
+               (issued < WINDOW || barrier_test(full + landed * 8, landed_phase));
+    if (can) {
+      copy_page(ring + slot * PAGE, from, PAGE, full + slot * 8);
+      from += (long)BLOCKS * WARPS * PAGE;
+      if (issued >= WINDOW && ++landed == RING_PAGES) { landed = 0; landed_phase ^= 1; }
+      if (++slot == RING_PAGES) { slot = 0; slot_phase ^= 1; }
+      more = ++issued < STREAM_PAGES;
+    }
+  }
+}
+
+// Empties this block's part of one section of the buffers that the last step used.
+DEV void clear_section(Context& c, u32* other, int word, int words) {
+  for (int i = c.block * THREADS + c.thread; i < words / 4; i += BLOCKS * THREADS)
+    *(uint4*)(other + word + i * 4) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+}
+DEV void clear_layer(Context& c, u32* other, int rows) {
+  clear_section(c, other, W_QKV, rows * KV_HEADS * HEAD_ROWS);
+  clear_section(c, other, W_PART, rows * KV_HEADS * SPLITS * GROUP_DIM);
+  clear_section(c, other, W_LSE, rows * KV_HEADS * SPLITS * GROUP);
+  clear_section(c, other, W_ATTN, rows * QDIM / 2);
+  clear_section(c, other, W_MID, rows * HIDDEN);
+  clear_section(c, other, W_ACT, rows * INTER / 2);
+  clear_section(c, other, W_OUT, rows * HIDDEN);
+}
+
+DEV void project_qkv(Context& c, int layer, const u8* norm, u32* before) {
+  constexpr int TILES = BLOCK_QKV / 8;
+  const int head = c.block / SPLITS, share = c.block % SPLITS;
+  auto load = [&](int, uint4(&a)[K_HIDDEN]) {
+    if (layer == 0) {
+      load_embedding(c, norm, a);
+    } else {
+      u32* now = c.now;
+      c.now = before;
+      load_residual(c, W_OUT, norm, a, 0);
+      c.now = now;
+    }
+    stamp(c, layer, 1);
+  };
+  gemv<K_HIDDEN, TILES>(c, load, [&](int tile0, int tiles, const float* part) {
+    for (int i = c.thread; i < tiles * 8 * c.rows; i += THREADS) {
+      int row = i / (tiles * 8), n = i % (tiles * 8);
+      float x = sum_partials(part, n / 8, row, n % 8) * inverse_rms(c, row);
+      publish(c, W_QKV + (row * KV_HEADS + head) * HEAD_ROWS + share * BLOCK_QKV + tile0 * 8 + n, __float_as_uint(x));
+    }
+  });
+}
+// The residual of (row, output) stays with the thread that publishes it.
+template <int K>
+DEV void project_back(Context& c, int from, int to, float& residual, int stage, int layer, int mark) {
+  constexpr int OUTPUTS = BLOCK_HIDDEN, CHUNK = chunk_of<K>;
+  static_assert(OUTPUTS * MAX_ROWS <= THREADS, "one output a thread");
+  auto load = [&](int chunk, uint4(&a)[CHUNK]) {
+    load_pairs<K>(c, from, chunk, a, stage);
+    if (chunk == 0) stamp(c, layer, mark);
+  };
+  gemv<K, OUTPUTS / 8>(c, load, [&](int, int, const float* part) {
+    const int row = c.thread / OUTPUTS, n = c.thread % OUTPUTS;
+    if (row >= c.rows) return;
+    residual += sum_partials(part, n / 8, row, n % 8);
+    publish(c, to + row * HIDDEN + c.block * OUTPUTS + n, __float_as_uint(residual));
+  });
+}
+// A tile holds gate and up of four activations, alternating.
+DEV void gate_up(Context& c, int layer, const u8* norm) {
+  auto load = [&](int, uint4(&a)[K_HIDDEN]) {
+    load_residual(c, W_MID, norm, a, 5);
+    stamp(c, layer, 9);
+  };
+  gemv<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, load, [&](int tile0, int tiles, const float* part) {
+    for (int i = c.thread; i < tiles * 2 * c.rows; i += THREADS) {
+      const int row = i / (tiles * 2), pair = i % (tiles * 2);
+      float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        float4 x = *(const float4*)(part + ((w * 8 + pair / 2) * 8 + row) * 8 + pair % 2 * 4);
+        sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
+      }
+      const float scale = inverse_rms(c, row), g0 = sum.x * scale, g1 = sum.z * scale;
+      u32 word = bf_pair(g0 / (1.f + __expf(-g0)) * (sum.y * scale), g1 / (1.f + __expf(-g1)) * (sum.w * scale));
+      publish(c, W_ACT + row * (INTER / 2) + c.block * (BLOCK_INTER / 2) + tile0 * 2 + pair, word);
+    }
+  });
+}
+
+// Orders as the float does; of equal logits the lower token is greater.
+DEV u64 rank_key(float x, u32 token) {
+  u32 bits = __float_as_uint(x);
+  bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return (u64)bits << 32 | (0xffffffffu - token);
+}
+DEV void project_logits(Context& c, const u8* norm) {
+  u64 best[MAX_ROWS * 64 / THREADS] = {};
+  auto load = [&](int, uint4(&a)[K_HIDDEN]) { load_residual(c, W_OUT, norm, a, 7); };
+  gemv<K_HIDDEN, LM_TILES>(c, load, [&](int tile0, int tiles, const float* part) {
+#pragma unroll
+    for (int j = 0; j < MAX_ROWS * 64 / THREADS; j++) {
+      const int row = (c.thread + j * THREADS) / 64, n = c.thread % 64;
+      const u32 token = (c.block * LM_TILES + tile0) * 8 + n;
+      if (row >= c.rows || n >= tiles * 8 || token >= VOCAB) continue;
+      float x = sum_partials(part, n / 8, row, n % 8) * inverse_rms(c, row);
+      c.p.logits[(long)row * VOCAB + token] = x;
+      u64 key = rank_key(x, token);
+      best[j] = key > best[j] ? key : best[j];
+    }
+  });
+#pragma unroll
+  for (int j = 0; j < MAX_ROWS * 64 / THREADS; j++) {
+    const int row = (c.thread + j * THREADS) / 64;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) {
+      u64 other = __shfl_xor_sync(~0u, best[j], o);
+      best[j] = other > best[j] ? other : best[j];
+    }
+    if (row < c.rows && c.lane == 0) atomicMax(c.p.best + row, best[j]);
+  }
+}
+// The last block to get here publishes the tokens and prepares the next step.
+DEV void finish_step(Context& c, u32 parity) {
+  __threadfence();
+  block_sync();
+  if (c.thread != 0) return;
+  u32* state = c.p.state;
+  if (atomicAdd(state + 4, 1u) != BLOCKS - 1) return;
+  __threadfence();
+  const bool failed = load_exchange_word(state + 1) != 0;
+  for (int row = 0; row < c.rows; row++) {
+    u64 key = atomicExch(c.p.best + row, 0ull);
+    c.p.next_token[row] = failed ? -1 : (long long)(0xffffffffu - (u32)key);
+  }
+  state[4] = 0;
+  state[5] = c.rows;
+  state[0] = parity ^ 1;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) dense_step(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 memory[];
+  Shared& s = *(Shared*)memory;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, block = blockIdx.x;
+  const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full), empty = shared_address(s.empty);
+  if (thread < WARPS * RING_PAGES) { barrier_init(full + thread * 8); barrier_init(empty + thread * 8); }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  if (warp == WARPS) {
+    produce(p, ring, full, empty, block, lane);
+    return;
+  }
+  const u32 parity = load_exchange_word(p.state);
+  const int last_rows = (int)load_exchange_word(p.state + 5);
+  u32* now = p.exchange + parity * STEP_WORDS;
+  u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
+  Context c = {p, s, now, block, warp, lane, thread, lane / 4, lane % 4, p.rows, ring + warp * RING_PAGES * PAGE,
+               full + warp * RING_PAGES * 8, empty + warp * RING_PAGES * 8, 0, 0, 0, 0, false};
+
+  float residual = 0.f;
+  if (thread / BLOCK_HIDDEN < c.rows) {
+    const long at = p.tokens[thread / BLOCK_HIDDEN] * HIDDEN + block * BLOCK_HIDDEN + thread % BLOCK_HIDDEN;
+    residual = bf_low(((const unsigned short*)p.embedding)[at]);
+  }
+#pragma unroll 1
+  for (int layer = 0; layer < LAYERS; layer++) {
+    const u8* norm = p.norms + (long)layer * 2 * HIDDEN * 2;
+    u32* before = c.now;
+    c.now = now + (long)layer * LAYER_WORDS;
+    stamp(c, layer, 0);
+    project_qkv(c, layer, norm, before);
+    stamp(c, layer, 2);
+    attention(c, layer);
+    stamp(c, layer, 3);
+    combine(c);
+    stamp(c, layer, 4);
+    project_back<K_QDIM>(c, W_ATTN, W_MID, residual, 4, layer, 5);
+    stamp(c, layer, 6);
+    gate_up(c, layer, norm + HIDDEN * 2);
+    stamp(c, layer, 7);
+    clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
+    project_back<K_INTER>(c, W_ACT, W_OUT, residual, 6, layer, 8);
+  }
+  stamp(c, LAYERS, 0);
+  project_logits(c, p.norms + (long)LAYERS * 2 * HIDDEN * 2);
+  stamp(c, LAYERS, 1);
+  finish_step(c, parity);
+}

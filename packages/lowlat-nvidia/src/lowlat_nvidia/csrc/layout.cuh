@@ -1,0 +1,59 @@
+// Sizes of one model, given by the compiler's command line, and the exchange buffers that follow from them.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int BLOCKS = 128, WARPS = 8, THREADS = 256, MAX_ROWS = 8;
+constexpr int SPLITS = BLOCKS / KV_HEADS;        // blocks that share one KV head
+constexpr int GROUP = Q_HEADS / KV_HEADS;        // query heads of one KV head
+constexpr int GROUP_DIM = GROUP * HEAD_DIM;      // query elements of one KV head
+constexpr int HEAD_ROWS = GROUP_DIM + 2 * HEAD_DIM;  // projected q, k and v elements of one KV head
+constexpr int QDIM = Q_HEADS * HEAD_DIM;
+constexpr int BLOCK_QKV = HEAD_ROWS / SPLITS;    // outputs of one block in each stage
+constexpr int BLOCK_HIDDEN = HIDDEN / BLOCKS;
+constexpr int BLOCK_INTER = INTER / BLOCKS;
+constexpr int BLOCK_COMBINE = GROUP_DIM / SPLITS;
+constexpr int LM_TILES = (VOCAB + 8 * BLOCKS - 1) / (8 * BLOCKS);
+static_assert(BLOCK_QKV % 8 == 0 && BLOCK_HIDDEN % 8 == 0 && BLOCK_INTER % 8 == 0, "tiles of 8 outputs");
+
+// A fragment is 8 weight rows x 32 inputs: 512 bytes, 16 a lane. Each warp owns 1/8 of the inputs of a stage.
+constexpr int FRAGMENT = 512, PAGE = PAGE_FRAGMENTS * FRAGMENT;
+constexpr int K_HIDDEN = HIDDEN / 256, K_QDIM = QDIM / 256, K_INTER = INTER / 256;  // fragments a tile and warp
+constexpr int LAYER_FRAGMENTS = (BLOCK_QKV / 8 + 2 * BLOCK_INTER / 8) * K_HIDDEN + BLOCK_HIDDEN / 8 * (K_QDIM + K_INTER);
+constexpr int STREAM_PAGES = (LAYERS * LAYER_FRAGMENTS + LM_TILES * K_HIDDEN) / PAGE_FRAGMENTS;
+static_assert(K_HIDDEN % PAGE_FRAGMENTS == 0 && K_QDIM % PAGE_FRAGMENTS == 0 && K_INTER % PAGE_FRAGMENTS == 0, "");
+
+// Exchange buffers of one layer, in 4-byte words. Rows are outermost, so that few rows touch few lines.
+constexpr u32 EMPTY = 0xffffffffu;  // a word that nobody has published; publishing never writes it
+constexpr int W_QKV = 0;
+constexpr int W_PART = W_QKV + MAX_ROWS * KV_HEADS * HEAD_ROWS;        // normalised output of each split, float32
+constexpr int W_LSE = W_PART + MAX_ROWS * KV_HEADS * SPLITS * GROUP_DIM;  // its log2 of the sum of exponentials
+constexpr int W_ATTN = W_LSE + MAX_ROWS * KV_HEADS * SPLITS * GROUP;   // attention output, bfloat16 pairs
+constexpr int W_MID = W_ATTN + MAX_ROWS * QDIM / 2;                    // residual after attention, float32
+constexpr int W_ACT = W_MID + MAX_ROWS * HIDDEN;                       // silu(gate) * up, bfloat16 pairs
+constexpr int W_OUT = W_ACT + MAX_ROWS * INTER / 2;                    // residual after the layer, float32
+constexpr int LAYER_WORDS = W_OUT + MAX_ROWS * HIDDEN;
+constexpr long STEP_WORDS = (long)LAYERS * LAYER_WORDS;
+
+struct Params {
+  const u8* weights;          // packed stream of all layers and the output projection
+  const u8* embedding;        // [VOCAB, HIDDEN] bfloat16
+  const u8* norms;            // [LAYERS, 2, HIDDEN] bfloat16, then [HIDDEN] of the last norm
+  const u8* head_norms;       // [LAYERS, 2, HEAD_DIM] bfloat16 (query, key); unread without QK_NORM
+  const float* rotary;        // [positions, 2, HEAD_DIM / 2]: cosine, sine
+  const u64* pools;           // [LAYERS, 2] addresses of K and V
+  const long long* tokens;    // [rows]
+  const long long* positions; // [rows]
+  const int* row_request;     // [rows] which page table a row reads
+  const int* row_first;       // [rows] first row of the same request in this step
+  const int* page_table;      // [requests, table_stride] page numbers
+  u32* exchange;              // [2, STEP_WORDS], filled with EMPTY before the first step
+  u32* state;                 // parity, error, its block, its stage, blocks done, rows of the last step
+  float* logits;              // [rows, VOCAB]
+  u64* best;                  // [MAX_ROWS] greatest logit and its token, zero between steps
+  long long* next_token;      // [MAX_ROWS]
+  long long* stamps;          // [BLOCKS, LAYERS + 1, STAMPS] cycle counts when STAMPS > 0
+  long long slot_stride, head_stride;  // elements
+  int table_stride, page_size, rows;
+  u32 spin_limit;
+  float eps, head_eps;
+};

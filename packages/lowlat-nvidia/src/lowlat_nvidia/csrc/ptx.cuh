@@ -1,0 +1,91 @@
+// Thin wrappers of the PTX instructions that the dense step uses. Nothing here knows about models.
+#pragma once
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEV __device__ __forceinline__
+
+DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// bfloat16 pairs: the low half is the element of lower index.
+DEV float bf_low(u32 pair) { return __uint_as_float(pair << 16); }
+DEV float bf_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+DEV u32 bf_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+DEV float bf_round(float x) { return bf_low(bf_pair(x, 0.f)); }
+
+// Read-only data: weights of norms, rotary tables, the embedding.
+DEV uint4 load_constant(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: cached keys and values.
+DEV uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+DEV uint4 load_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
+// Exchanged data: relaxed, at the scope of the GPU, so that L1 never answers.
+DEV uint4 load_exchange(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEV u32 load_exchange_word(const void* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEV void store_exchange(void* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+DEV void barrier_init(u32 barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+DEV void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+DEV bool barrier_done(u32 barrier, u32 phase) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+  return done;
+}
+DEV bool barrier_test(u32 barrier, u32 phase) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+  return done;
+}
+DEV void copy_page(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// d += A b with A 16x16 (rows 8..15 zero) and B 16x8. Lane (g, q) = (lane / 4, lane % 4) gives A[g][2q, 2q+1] in a0,
+// A[g][2q+8, 2q+9] in a1, B[2q, 2q+1][g] in b0, B[2q+8, 2q+9][g] in b1, and receives D[g][2q, 2q+1] in d0, d1.
+DEV void mma(float (&d)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(0u), "r"(a1), "r"(0u), "r"(b0), "r"(b1));
+}
+DEV void block_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+DEV long long clock_now() {
+  long long t;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+  return t;
+}

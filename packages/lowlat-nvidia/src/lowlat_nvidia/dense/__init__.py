@@ -1,0 +1,1 @@
+"""One decode or verify step of a dense transformer in one persistent launch: `plan`, `pack`, `step`, `reference`."""

@@ -1,0 +1,120 @@
+"""Weights in the order in which the kernel reads them.
+
+A fragment holds 8 weight rows x 32 inputs, 16 bytes a lane: lane 4 g + q has inputs 8 q to 8 q + 7 of row g. A page is
+a few fragments; page i of all blocks and warps lie together, so that the chip reads one compact region at a time.
+
+Suffixes: N outputs, K inputs, P pages, E elements of one page of all warps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowlat_nvidia.dense.plan import BLOCKS, WARPS, DensePlan, DenseShape, chunk_fragments
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer, bfloat16. Projections are [outputs, inputs] as checkpoints store them; norms are vectors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    norm1: Tensor
+    norm2: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(slots=True)
+class DenseWeights:
+    """A whole model. `lm_head` may be the same tensor as `embedding`."""
+
+    embedding: Tensor
+    lm_head: Tensor
+    norm: Tensor
+    layers: list[LayerWeights]
+
+
+def pack_matrix(w_NK: Tensor, page_fragments: int) -> Tensor:
+    """[N, K] with rows in the order of blocks -> [P, E], as each warp of each block reads it."""
+    outputs, inputs = w_NK.shape
+    part = inputs // 256
+    chunk = chunk_fragments(inputs)
+    view = w_NK.reshape(
+        BLOCKS, outputs // BLOCKS // 8, 8, WARPS, part // chunk, chunk // page_fragments, page_fragments, 4, 8
+    )
+    # block, tile, row, warp, chunk, page, fragment, lane part, element
+    return view.permute(4, 1, 5, 0, 3, 6, 2, 7, 8).reshape(-1, BLOCKS * WARPS * page_fragments * 256)
+
+
+def unpack_matrix(pages_PE: Tensor, outputs: int, inputs: int, page_fragments: int) -> Tensor:
+    """The inverse of `pack_matrix`."""
+    part = inputs // 256
+    chunk = chunk_fragments(inputs)
+    view = pages_PE.reshape(
+        part // chunk, outputs // BLOCKS // 8, chunk // page_fragments, BLOCKS, WARPS, page_fragments, 8, 4, 8
+    )
+    return view.permute(3, 1, 6, 4, 0, 2, 5, 7, 8).reshape(outputs, inputs)
+
+
+def order_qkv(shape: DenseShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows by KV head: its queries, its key, its value."""
+    heads = shape.kv_heads
+    parts = [w.reshape(heads, -1, shape.hidden) for w in (q, k, v)]
+    return torch.cat(parts, 1).reshape(-1, shape.hidden)
+
+
+def order_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate and up rows in alternation, so that one lane holds both of an activation."""
+    return torch.stack([gate, up], 1).reshape(-1, gate.shape[1])
+
+
+def order_logits(shape: DenseShape, lm_head: Tensor) -> Tensor:
+    """Padded with zero rows to whole tiles for every block."""
+    rows = BLOCKS * shape.lm_tiles * 8
+    return torch.nn.functional.pad(lm_head, (0, 0, 0, rows - shape.vocab))
+
+
+def stages(shape: DenseShape, weights: DenseWeights) -> Iterable[Tensor]:
+    """All matrices in the order of use, rows ordered."""
+    for layer in weights.layers:
+        yield order_qkv(shape, layer.q, layer.k, layer.v)
+        yield layer.o
+        yield order_gate_up(layer.gate, layer.up)
+        yield layer.down
+    yield order_logits(shape, weights.lm_head)
+
+
+def pack(plan: DensePlan, weights: DenseWeights, out_PE: Tensor) -> None:
+    """Fills the stream [stream_pages, E], bfloat16."""
+    at = 0
+    for matrix in stages(plan.shape, weights):
+        pages = pack_matrix(matrix, plan.page_fragments)
+        out_PE[at : at + len(pages)].copy_(pages)
+        at += len(pages)
+    if at != plan.stream_pages():
+        raise AssertionError(f"packed {at} pages, the plan has {plan.stream_pages()}")
+
+
+def pack_norms(weights: DenseWeights) -> Tensor:
+    """[2 * layers + 1, hidden]: both norms of every layer, then the last."""
+    rows = [norm for layer in weights.layers for norm in (layer.norm1, layer.norm2)]
+    return torch.stack([*rows, weights.norm]).contiguous()
+
+
+def pack_head_norms(shape: DenseShape, weights: DenseWeights) -> Tensor:
+    """[layers, 2, head_dim] of query and key; ones where the model has none."""
+    rows = []
+    for layer in weights.layers:
+        for norm in (layer.q_norm, layer.k_norm):
+            rows.append(weights.norm.new_ones(shape.head_dim) if norm is None else norm)
+    return torch.stack(rows).reshape(shape.layers, 2, shape.head_dim).contiguous()

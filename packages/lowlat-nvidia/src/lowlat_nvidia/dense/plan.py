@@ -1,0 +1,198 @@
+"""What a dense model's step takes: sizes, limits, compiler definitions. Pure arithmetic, no device.
+
+Shapes that do not fit are refused here, with the reason, and nowhere later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BLOCKS = 128  # resident blocks: eight KV heads times sixteen splits; every stage divides evenly over them
+WARPS = 8
+MAX_ROWS = 8
+FRAGMENT_BYTES = 512  # 8 weight rows x 32 inputs in bfloat16
+SHARED_LIMIT = 227 * 1024
+
+
+class Unsupported(ValueError):
+    """The model's shape or options are outside what the kernel computes. The text names the value and the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseShape:
+    """A dense decoder: grouped-query attention, rotary embedding, SwiGLU. Sizes in elements."""
+
+    layers: int
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    inter: int
+    vocab: int
+    qk_norm: bool
+    eps: float = 1e-5
+
+    @property
+    def qdim(self) -> int:
+        return self.q_heads * self.head_dim
+
+    @property
+    def head_rows(self) -> int:
+        """Projected elements of one KV head: its queries, its key, its value."""
+        return self.qdim // self.kv_heads + 2 * self.head_dim
+
+    @property
+    def lm_tiles(self) -> int:
+        """Tiles of eight logits a block."""
+        return -(-self.vocab // (8 * BLOCKS))
+
+    def weight_bytes(self) -> int:
+        """Bytes of bfloat16 weights that one step reads: all layers and the output projection, embedding excepted."""
+        layer = self.hidden * (self.kv_heads * self.head_rows + self.qdim) + 3 * self.hidden * self.inter
+        return 2 * (self.layers * layer + self.vocab * self.hidden)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of cached keys and values of one request with `tokens` tokens."""
+        return 4 * self.layers * self.kv_heads * self.head_dim * tokens
+
+
+LLAMA_1B = DenseShape(16, 2048, 32, 8, 64, 8192, 128256, False, 1e-5)
+QWEN3_06B = DenseShape(28, 1024, 16, 8, 128, 3072, 151936, True, 1e-6)
+QWEN3_8B = DenseShape(36, 4096, 32, 8, 128, 12288, 151936, True, 1e-6)
+PRESETS = {"llama-1b": LLAMA_1B, "qwen3-0.6b": QWEN3_06B, "qwen3-8b": QWEN3_8B}
+
+
+def shape_from_config(config: Mapping[str, Any]) -> DenseShape:
+    """The shape that a Hugging Face `config.json` of Llama or Qwen3 describes.
+
+    Raises Unsupported, naming the field, for other families and options.
+    """
+    family = config.get("model_type")
+    if family not in ("llama", "qwen3"):
+        raise Unsupported(f"model_type is {family!r}; the dense step computes 'llama' and 'qwen3'")
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            raise Unsupported(f"{name} is set; the dense step has no biases")
+    if config.get("hidden_act", "silu") != "silu":
+        raise Unsupported(f"hidden_act is {config['hidden_act']!r}; the dense step computes 'silu'")
+    if config.get("use_sliding_window"):
+        raise Unsupported("use_sliding_window is set; the dense step attends to the whole context")
+    heads = int(config["num_attention_heads"])
+    shape = DenseShape(
+        layers=int(config["num_hidden_layers"]),
+        hidden=int(config["hidden_size"]),
+        q_heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+        inter=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        qk_norm=family == "qwen3",
+        eps=float(config.get("rms_norm_eps", 1e-6)),
+    )
+    check(shape)
+    return shape
+
+
+def check(shape: DenseShape) -> None:
+    """Raises Unsupported for a shape that does not divide over the blocks and warps."""
+    s = shape
+    if s.head_dim not in (64, 128):
+        raise Unsupported(f"head_dim is {s.head_dim}; 64 and 128 are computed")
+    if s.kv_heads < 4 or BLOCKS % s.kv_heads or BLOCKS // s.kv_heads > 32 or s.q_heads % s.kv_heads:
+        raise Unsupported(f"{s.q_heads} query and {s.kv_heads} KV heads; KV heads must divide {BLOCKS}, at least 4")
+    splits, group_dim = BLOCKS // s.kv_heads, s.qdim // s.kv_heads
+    if group_dim not in (256, 512):
+        raise Unsupported(f"a KV head serves {group_dim} query elements; 256 and 512 are computed")
+    if s.head_rows % (8 * splits) or group_dim % (4 * splits):
+        raise Unsupported(f"{s.head_rows} projected elements a KV head do not split over {splits} blocks")
+    for name, value, unit in (("hidden", s.hidden, 8 * BLOCKS), ("inter", s.inter, 8 * BLOCKS)):
+        if value % unit:
+            raise Unsupported(f"{name} is {value}; it must be a multiple of {unit}")
+    if s.hidden > 4096:
+        raise Unsupported(f"hidden is {s.hidden}; at most 4096 fits the registers of a warp")
+    fragments_per_page(s)
+
+
+def fragments_per_page(shape: DenseShape) -> int:
+    """Fragments in a ring page: the greatest of 8, 4 and 2 that divides every warp's part of every stage."""
+    parts = (shape.hidden // 256, shape.qdim // 256, shape.inter // 256)
+    for count in (8, 4, 2):
+        if all(part % count == 0 for part in parts):
+            return count
+    raise Unsupported(f"inputs {shape.hidden}, {shape.qdim}, {shape.inter} are not multiples of 512")
+
+
+def chunk_fragments(inputs: int) -> int:
+    """Fragments whose inputs a warp keeps in registers at once, for a stage with so many inputs."""
+    part = inputs // 256
+    if part <= 16:
+        return part
+    return 16 if part % 16 == 0 else 12 if part % 12 == 0 else 8
+
+
+@dataclass(frozen=True, slots=True)
+class DensePlan:
+    """A shape with the choices that tune it. `window` is the number of page copies in flight for each warp."""
+
+    shape: DenseShape
+    ring_bytes: int = 160 * 1024
+    window: int = 2
+    stamps: int = 0
+
+    @property
+    def page_fragments(self) -> int:
+        return fragments_per_page(self.shape)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_fragments * FRAGMENT_BYTES
+
+    @property
+    def ring_pages(self) -> int:
+        return self.ring_bytes // (WARPS * self.page_bytes)
+
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: partial sums, mailboxes of the ring, the ring."""
+        fixed = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + WARPS * 8 * 2)
+        fixed += 2 * 8 * WARPS * self.ring_pages
+        return -(-fixed // 128) * 128 + WARPS * self.ring_pages * self.page_bytes
+
+    def layer_words(self) -> int:
+        """4-byte words of one layer's exchange buffers."""
+        s = self.shape
+        splits = BLOCKS // s.kv_heads
+        one_row = s.kv_heads * s.head_rows + splits * (s.qdim + s.q_heads)
+        return MAX_ROWS * (one_row + s.qdim // 2 + 2 * s.hidden + s.inter // 2)
+
+    def exchange_words(self) -> int:
+        return 2 * self.shape.layers * self.layer_words()
+
+    def stream_pages(self) -> int:
+        """Pages that each warp reads in a step."""
+        s = self.shape
+        k_hidden, k_qdim, k_inter = s.hidden // 256, s.qdim // 256, s.inter // 256
+        qkv = s.kv_heads * s.head_rows // BLOCKS // 8
+        layer = (qkv + 2 * s.inter // BLOCKS // 8) * k_hidden + s.hidden // BLOCKS // 8 * (k_qdim + k_inter)
+        return (s.layers * layer + s.lm_tiles * k_hidden) // self.page_fragments
+
+    def definitions(self) -> dict[str, int]:
+        """What the compiler is told."""
+        s = self.shape
+        if self.shared_bytes() > SHARED_LIMIT:
+            raise Unsupported(f"{self.shared_bytes()} bytes of shared memory; a block has {SHARED_LIMIT}: lower ring_bytes")
+        return {
+            "LAYERS": s.layers,
+            "HIDDEN": s.hidden,
+            "Q_HEADS": s.q_heads,
+            "KV_HEADS": s.kv_heads,
+            "HEAD_DIM": s.head_dim,
+            "INTER": s.inter,
+            "VOCAB": s.vocab,
+            "QK_NORM": int(s.qk_norm),
+            "PAGE_FRAGMENTS": self.page_fragments,
+            "RING_PAGES": self.ring_pages,
+            "WINDOW": self.window,
+            "STAMPS": self.stamps,
+        }

@@ -1,0 +1,112 @@
+"""The same step in plain PyTorch and float32, from the same bfloat16 weights: what the kernel is compared with.
+
+Suffixes: T tokens, H KV heads, G query heads a KV head, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowlat_nvidia.dense.pack import DenseWeights, LayerWeights
+from lowlat_nvidia.dense.plan import DenseShape
+from lowlat_nvidia.dense.step import StepTensors
+
+
+def rotary_table(positions: int, head_dim: int, theta: float, device: str) -> Tensor:
+    """[positions, 2, head_dim / 2] float32: cosine and sine of position times frequency, without scaling."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    angle = torch.arange(positions, device=device, dtype=torch.float64)[:, None] * frequency
+    return torch.stack([angle.cos(), angle.sin()], 1).float()
+
+
+def random_weights(shape: DenseShape, seed: int, device: str) -> DenseWeights:
+    """Weights with unit gain in every projection, norms near one."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*size: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        return (torch.randn(*size, generator=generator, device=device) * scale + mean).to(torch.bfloat16)
+
+    def matrix(outputs: int, inputs: int) -> Tensor:
+        return draw(outputs, inputs, scale=inputs**-0.5)
+
+    def norm(size: int) -> Tensor:
+        return draw(size, scale=0.1, mean=1.0)
+
+    kv = shape.kv_heads * shape.head_dim
+    layers = [
+        LayerWeights(
+            q=matrix(shape.qdim, shape.hidden),
+            k=matrix(kv, shape.hidden),
+            v=matrix(kv, shape.hidden),
+            o=matrix(shape.hidden, shape.qdim),
+            gate=matrix(shape.inter, shape.hidden),
+            up=matrix(shape.inter, shape.hidden),
+            down=matrix(shape.hidden, shape.inter),
+            norm1=norm(shape.hidden),
+            norm2=norm(shape.hidden),
+            q_norm=norm(shape.head_dim) if shape.qk_norm else None,
+            k_norm=norm(shape.head_dim) if shape.qk_norm else None,
+        )
+        for _ in range(shape.layers)
+    ]
+    embedding = draw(shape.vocab, shape.hidden)
+    return DenseWeights(embedding, embedding, norm(shape.hidden), layers)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotates halves of the last dimension; `table` [2, D / 2] is one position's cosine and sine."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * table[0] - b * table[1], b * table[0] + a * table[1]], -1)
+
+
+def reference_row(
+    shape: DenseShape,
+    weights: DenseWeights,
+    rotary: Tensor,
+    pools: list[tuple[Tensor, Tensor]],
+    page_size: int,
+    step: StepTensors,
+    row: int,
+) -> Tensor:
+    """Logits [V] float32 of one row. Rows must be taken in order: each writes its keys and values into the pools."""
+    position = int(step.positions_R[row])
+    pages = step.page_table_QP[int(step.row_request_R[row])].long()
+    tokens = torch.arange(position + 1, device=pages.device)
+    slots = pages[tokens // page_size] * page_size + tokens % page_size
+    x = weights.embedding[step.tokens_R[row]].float()
+    group, dim = shape.q_heads // shape.kv_heads, shape.head_dim
+    for layer, (pool_k, pool_v) in zip(weights.layers, pools, strict=True):
+        y = rms_norm(x, layer.norm1, shape.eps)
+        q_HGD = (layer.q.float() @ y).view(shape.kv_heads, group, dim)
+        k_HD = (layer.k.float() @ y).view(shape.kv_heads, dim)
+        v_HD = (layer.v.float() @ y).view(shape.kv_heads, dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_HGD = rms_norm(q_HGD, layer.q_norm, shape.eps)
+            k_HD = rms_norm(k_HD, layer.k_norm, shape.eps)
+        pool_k[slots[-1]] = rotate(k_HD, rotary[position]).to(pool_k.dtype)
+        pool_v[slots[-1]] = v_HD.to(pool_v.dtype)
+        q_HGD = rotate(q_HGD, rotary[position])
+        keys_THD, values_THD = pool_k[slots].float(), pool_v[slots].float()
+        weight_HGT = torch.softmax(torch.einsum("hgd,thd->hgt", q_HGD, keys_THD) * dim**-0.5, -1)
+        x = x + layer.o.float() @ torch.einsum("hgt,thd->hgd", weight_HGT, values_THD).reshape(-1)
+        y = rms_norm(x, layer.norm2, shape.eps)
+        x = x + layer.down.float() @ (torch.nn.functional.silu(layer.gate.float() @ y) * (layer.up.float() @ y))
+    return weights.lm_head.float() @ rms_norm(x, weights.norm, shape.eps)
+
+
+def reference_step(
+    shape: DenseShape,
+    weights: DenseWeights,
+    rotary: Tensor,
+    pools: list[tuple[Tensor, Tensor]],
+    page_size: int,
+    step: StepTensors,
+) -> Tensor:
+    """Logits [R, V] float32; writes every row's keys and values."""
+    rows = range(len(step.tokens_R))
+    return torch.stack([reference_row(shape, weights, rotary, pools, page_size, step, row) for row in rows])

@@ -1,0 +1,134 @@
+"""A built dense step: its memory, its parameters, one launch.
+
+Suffixes: R rows, V vocabulary, Q requests, P pages a request, S slots, H KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowlat_nvidia.dense.pack import DenseWeights, pack, pack_head_norms, pack_norms
+from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, WARPS, DensePlan
+from lowlat_nvidia.jit import Function, compile_cubin
+
+THREADS = 32 * (WARPS + 1)
+STAGES = ("input", "qkv", "attention", "combine", "attention output", "gate and up", "down", "logits")
+DEFAULT_SPIN_LIMIT = 4_000_000  # fruitless polls of one wait: seconds, where a step takes milliseconds
+
+
+class StepDeadline(RuntimeError):
+    """A block waited too long for another. The step's results are void; the context lives and `reset` makes it whole."""
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "weights embedding norms head_norms rotary pools tokens positions row_request row_first page_table "
+                "exchange state logits best next_token stamps"
+            ).split()
+        ),
+        ("slot_stride", ctypes.c_longlong),
+        ("head_stride", ctypes.c_longlong),
+        ("table_stride", ctypes.c_int),
+        ("page_size", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("spin_limit", ctypes.c_uint),
+        ("eps", ctypes.c_float),
+        ("head_eps", ctypes.c_float),
+    )
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """One step's inputs, on the device.
+
+    tokens_R, positions_R int64; row_request_R int32: the page table of each row; row_first_R int32: the first row of
+    the same request (rows of a request are neighbours with consecutive positions); page_table_QP int32.
+    """
+
+    tokens_R: Tensor
+    positions_R: Tensor
+    row_request_R: Tensor
+    row_first_R: Tensor
+    page_table_QP: Tensor
+
+
+class DenseStep:
+    """Weights packed, kernel loaded. `bind` names the KV pools, `run` computes a step of 1 to 8 rows."""
+
+    def __init__(self, plan: DensePlan, weights: DenseWeights, rotary: Tensor, device: str = "cuda") -> None:
+        """`rotary` is [positions, 2, head_dim / 2] float32: cosine, sine."""
+        shape = plan.shape
+        self.plan = plan
+        cubin, self.log = compile_cubin("dense_step.cu", plan.definitions())
+        self.function = Function(cubin, "dense_step", plan.shared_bytes())
+        width = BLOCKS * WARPS * plan.page_bytes // 2
+        self.stream_PE = torch.empty((plan.stream_pages(), width), dtype=torch.bfloat16, device=device)
+        pack(plan, weights, self.stream_PE)
+        self.embedding = weights.embedding.contiguous()
+        self.norms = pack_norms(weights)
+        self.head_norms = pack_head_norms(shape, weights)
+        self.rotary = rotary.contiguous()
+        self.exchange = torch.empty(plan.exchange_words(), dtype=torch.int32, device=device)
+        self.state = torch.empty(16, dtype=torch.int32, device=device)
+        self.best = torch.empty(MAX_ROWS, dtype=torch.int64, device=device)
+        self.logits_RV = torch.empty((MAX_ROWS, shape.vocab), dtype=torch.float32, device=device)
+        self.next_token_R = torch.empty(MAX_ROWS, dtype=torch.int64, device=device)
+        self.stamps = torch.zeros((BLOCKS, shape.layers + 1, max(1, plan.stamps)), dtype=torch.int64, device=device)
+        self.spin_limit = DEFAULT_SPIN_LIMIT
+        self._pools: list[tuple[Tensor, Tensor]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all published words, as before the first step and after a missed deadline."""
+        self.exchange.fill_(-1)
+        self.state.zero_()
+        self.best.zero_()
+
+    def bind(self, pools: list[tuple[Tensor, Tensor]], page_size: int) -> None:
+        """K and V of each layer, [S, H, D] bfloat16 with any slot and head strides, the same in all."""
+        first = pools[0][0]
+        for tensor in (tensor for pair in pools for tensor in pair):
+            if tensor.dtype != torch.bfloat16 or tensor.stride() != first.stride() or tensor.stride(-1) != 1:
+                raise ValueError("KV pools must be bfloat16 with equal strides and contiguous heads")
+        if first.stride(0) % 8 or first.stride(1) % 8:
+            raise ValueError(f"KV strides {first.stride()} must be multiples of 8 elements")
+        self._pools = pools
+        self._addresses = torch.tensor(
+            [[k.data_ptr(), v.data_ptr()] for k, v in pools], dtype=torch.int64, device=first.device
+        )
+        self._slot_stride, self._head_stride = first.stride(0), first.stride(1)
+        self._page_size = page_size
+
+    def parameters(self, step: StepTensors) -> _Params:
+        rows = len(step.tokens_R)
+        if not 1 <= rows <= MAX_ROWS:
+            raise ValueError(f"{rows} rows; a step has 1 to {MAX_ROWS}")
+        tensors = (
+            self.stream_PE, self.embedding, self.norms, self.head_norms, self.rotary, self._addresses, step.tokens_R,
+            step.positions_R, step.row_request_R, step.row_first_R, step.page_table_QP, self.exchange, self.state,
+            self.logits_RV, self.best, self.next_token_R, self.stamps,
+        )  # fmt: skip
+        eps = self.plan.shape.eps
+        return _Params(
+            *(tensor.data_ptr() for tensor in tensors), self._slot_stride, self._head_stride,
+            step.page_table_QP.stride(0), self._page_size, rows, self.spin_limit, eps, eps,
+        )  # fmt: skip
+
+    def run(self, step: StepTensors, stream: int | None = None) -> Tensor:
+        """Launches one step; returns logits [R, V] float32, overwritten by the next. Greedy tokens: `next_token_R`."""
+        parameters = self.parameters(step)
+        self.function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
+        return self.logits_RV[: len(step.tokens_R)]
+
+    def check(self) -> None:
+        """Waits for the step. Raises StepDeadline naming the block and stage that gave up."""
+        _, error, block, stage = self.state[:4].tolist()
+        if error:
+            raise StepDeadline(f"block {block} gave up waiting for the input of stage '{STAGES[stage]}'; call reset()")

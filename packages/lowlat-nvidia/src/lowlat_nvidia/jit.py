@@ -1,0 +1,141 @@
+"""Compiling and launching CUDA C++ without a toolkit: NVRTC and the driver, through `cuda-bindings`.
+
+A compiled module is cached on disk by the hash of its sources, definitions and compiler version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+
+class BuildError(RuntimeError):
+    """A kernel did not compile or load; the text holds the compiler's log."""
+
+
+class MissingCuda(RuntimeError):
+    """The packages that compile and launch kernels are absent."""
+
+
+def _bindings() -> tuple[Any, Any]:
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError as error:
+        raise MissingCuda("cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'") from error
+    return driver, nvrtc
+
+
+def sources() -> dict[str, str]:
+    """The kernel sources by file name."""
+    folder = resources.files("lowlat_nvidia") / "csrc"
+    return {file.name: file.read_text() for file in folder.iterdir() if file.name.endswith((".cu", ".cuh"))}
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: LOWLAT_CACHE, else the user's cache folder."""
+    root = os.environ.get("LOWLAT_CACHE")
+    return Path(root) if root else Path.home() / ".cache" / "lowlat" / "nvidia"
+
+
+def compile_cubin(
+    name: str, definitions: Mapping[str, int], arch: str = "sm_90a", cache: bool = True, verbose: bool = False
+) -> tuple[bytes, str]:
+    """Machine code of the source file `name` with macros defined, and the compiler's log (empty when cached).
+
+    Raises BuildError with the log, MissingCuda without the packages.
+    """
+    _, nvrtc = _bindings()
+    texts = sources()
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--extra-device-vectorization"]
+    if verbose:
+        options.append("--ptxas-options=-v")
+    options += [f"-D{key}={value}" for key, value in sorted(definitions.items())]
+    error, major, minor = nvrtc.nvrtcVersion()
+    _check(nvrtc, error, "nvrtcVersion")
+    digest = hashlib.sha256(repr((sorted(texts.items()), name, options, major, minor)).encode()).hexdigest()
+    path = cache_folder() / f"{name}-{digest[:32]}.cubin"
+    if cache and path.exists():
+        return path.read_bytes(), ""
+    headers = {key: text for key, text in texts.items() if key.endswith(".cuh")}
+    error, program = nvrtc.nvrtcCreateProgram(
+        texts[name].encode(),
+        name.encode(),
+        len(headers),
+        [text.encode() for text in headers.values()],
+        [key.encode() for key in headers],
+    )
+    _check(nvrtc, error, "nvrtcCreateProgram")
+    try:
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = _text(nvrtc, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise BuildError(f"{name} did not compile ({error.name}):\n{log}")
+        error, size = nvrtc.nvrtcGetCUBINSize(program)
+        _check(nvrtc, error, "nvrtcGetCUBINSize")
+        cubin = b" " * size
+        (error,) = nvrtc.nvrtcGetCUBIN(program, cubin)
+        _check(nvrtc, error, "nvrtcGetCUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    if cache:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(cubin)
+        partial.replace(path)
+    return cubin, log
+
+
+def _text(nvrtc: Any, size_of: Any, read: Any, program: Any) -> str:
+    error, size = size_of(program)
+    _check(nvrtc, error, "log size")
+    text = b" " * size
+    (error,) = read(program, text)
+    _check(nvrtc, error, "log")
+    return text.rstrip(b"\0 ").decode(errors="replace")
+
+
+def _check(library: Any, error: Any, what: str) -> None:
+    if int(error) != 0:
+        raise BuildError(f"{what} failed: {error.name}")
+
+
+class Function:
+    """A loaded kernel. `launch` puts it on a stream; all its blocks are resident together or the launch fails."""
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        driver, _ = _bindings()
+        self._driver = driver
+        error, self._module = driver.cuModuleLoadData(cubin)
+        _check(driver, error, "cuModuleLoadData")
+        error, self._function = driver.cuModuleGetFunction(self._module, name.encode())
+        _check(driver, error, f"looking up {name}")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
+        _check(driver, error, f"asking for {shared_bytes} bytes of shared memory")
+        self._shared = shared_bytes
+
+    def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:
+        """One cooperative launch with a single parameter, a structure passed by value. Capturable in graphs."""
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        (error,) = self._driver.cuLaunchCooperativeKernel(
+            self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.addressof(pointers)
+        )
+        _check(self._driver, error, "cuLaunchCooperativeKernel")
+
+    def attributes(self) -> dict[str, int]:
+        """Registers a thread, bytes of local memory a thread."""
+        kinds = self._driver.CUfunction_attribute
+        found = {}
+        for name, kind in (("registers", kinds.CU_FUNC_ATTRIBUTE_NUM_REGS), ("local", kinds.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)):
+            error, value = self._driver.cuFuncGetAttribute(kind, self._function)
+            _check(self._driver, error, name)
+            found[name] = value
+        return found
+
+    def close(self) -> None:
+        self._driver.cuModuleUnload(self._module)
