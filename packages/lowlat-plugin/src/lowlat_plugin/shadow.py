@@ -144,7 +144,10 @@ class Shadow:
         import torch
 
         size = self.binding.layout.page_size
-        tokens, positions, slots, starts, lengths = [], [], [], [0], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, lengths = [0], []
         for request, start, count in parts:
             drawn = [self._random.randrange(self.host.vocab_size) for _ in range(count)]
             tokens += request.tokens if mode is Mode.PREFILL else drawn

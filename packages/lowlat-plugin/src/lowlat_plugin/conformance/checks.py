@@ -363,7 +363,7 @@ def _recorded(host: Host, low: LowLatency, step: Any) -> Callable[[], Tensor]:
 
     if not host.device.startswith("cuda"):
         return lambda: low.forward(dataclasses.replace(step))
-    stream = torch.cuda.Stream(host.device)
+    stream = torch.cuda.Stream(host.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         low.forward(step)
     torch.cuda.synchronize(host.device)

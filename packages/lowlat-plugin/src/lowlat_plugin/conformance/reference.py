@@ -148,14 +148,15 @@ class ReferenceHost:
             return StepOutputs((x_RD @ head_VD.to(self.dtype).T).float())
 
     def _linear(self, x_RD: Tensor, name: str) -> Tensor:
-        y = x_RD @ self.case.weights[name + ".weight"].to(self.dtype).T
+        y: Tensor = x_RD @ self.case.weights[name + ".weight"].to(self.dtype).T
         bias = self.case.weights.get(name + ".bias")
         return y if bias is None else y + bias.to(self.dtype)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         wide = x.float()
-        scale = (wide.square().mean(-1, keepdim=True) + self.case.config["rms_norm_eps"]).rsqrt()
-        return (wide * scale).to(self.dtype) * self.case.weights[name].to(self.dtype)
+        scale: Tensor = (wide.square().mean(-1, keepdim=True) + self.case.config["rms_norm_eps"]).rsqrt()
+        normed: Tensor = (wide * scale).to(self.dtype) * self.case.weights[name].to(self.dtype)
+        return normed
 
     def _attention(self, h_RD: Tensor, prefix: str, layer: LayerKV, step: StepInputs) -> Tensor:
         import torch

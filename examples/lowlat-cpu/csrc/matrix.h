@@ -1,0 +1,193 @@
+// Matrices in GGUF's Q4_1 and Q8_0 blocks, multiplied with up to eight rows of float32.
+//
+// A block is 32 columns of one row. Blocks of sixteen rows are interleaved so that a vector lane is an output row:
+//   Q4_1: 16 half scales, 16 half minima, then 4 x 16 words; word j of lane i holds columns 8j to 8j + 7 of row i.
+//   Q8_0: 16 half scales, then 8 x 16 words; word j of lane i holds columns 4j to 4j + 3 of row i, as signed bytes.
+// That is a permutation of the file's bits, so a weight is the file's weight, exactly: q * d + m or q * d.
+//
+// A row of the result is a sum over columns in order, whatever the number of rows: the same bits at every width.
+#pragma once
+
+#include "vector.h"
+
+namespace {
+
+constexpr int kBlock = 32;
+constexpr int kMostRows = 8;
+
+enum Format : int32_t { kQ4_1 = 0, kQ8_0 = 1 };
+
+struct Matrix {
+    const uint8_t* blocks;
+    int32_t format, rows, columns;
+
+    int groups() const { return (rows + kLanes - 1) / kLanes; }
+    int padded() const { return groups() * kLanes; }
+    size_t block_bytes() const { return kLanes * (format == kQ4_1 ? 20 : 34); }
+    size_t group_bytes() const { return block_bytes() * (columns / kBlock); }
+};
+
+// acc[g][r] += weight of group g and column c times x[r][c], for the eight columns of one word.
+template <int kGroups, int kRows, int kIndex>
+inline void eight_columns(Floats (&acc)[kGroups][kRows], const Words (&words)[kGroups], const Floats (&d)[kGroups],
+                          const Floats (&m)[kGroups], const float* x, size_t x_stride) {
+    if constexpr (kIndex < 8) {
+        for (int g = 0; g < kGroups; ++g) {
+            Floats weight = nibble<kIndex>(words[g]) * d[g] + m[g];
+            for (int r = 0; r < kRows; ++r) acc[g][r] += weight * x[r * x_stride + kIndex];
+        }
+        eight_columns<kGroups, kRows, kIndex + 1>(acc, words, d, m, x, x_stride);
+    }
+}
+
+// The same for the four columns of one word of Q8_0.
+template <int kGroups, int kRows, int kIndex>
+inline void four_columns(Floats (&acc)[kGroups][kRows], const Words (&words)[kGroups], const Floats (&d)[kGroups],
+                         const float* x, size_t x_stride) {
+    if constexpr (kIndex < 4) {
+        for (int g = 0; g < kGroups; ++g) {
+            Floats weight = signed_byte<kIndex>(words[g]) * d[g];
+            for (int r = 0; r < kRows; ++r) acc[g][r] += weight * x[r * x_stride + kIndex];
+        }
+        four_columns<kGroups, kRows, kIndex + 1>(acc, words, d, x, x_stride);
+    }
+}
+
+template <int kGroups, int kRows>
+inline void q4_1_block(Floats (&acc)[kGroups][kRows], const uint8_t* block, size_t group_bytes, const float* x,
+                       size_t x_stride) {
+    Floats d[kGroups], m[kGroups];
+    for (int g = 0; g < kGroups; ++g) {
+        d[g] = widen(block + g * group_bytes);
+        m[g] = widen(block + g * group_bytes + 32);
+    }
+    for (int j = 0; j < 4; ++j) {
+        Words words[kGroups];
+        for (int g = 0; g < kGroups; ++g) {
+            const uint8_t* at = block + g * group_bytes + 64 + j * 64;
+            words[g] = load<Words>(at);
+            __builtin_prefetch(at + 1280);
+        }
+        eight_columns<kGroups, kRows, 0>(acc, words, d, m, x + 8 * j, x_stride);
+    }
+}
+
+template <int kGroups, int kRows>
+inline void q8_0_block(Floats (&acc)[kGroups][kRows], const uint8_t* block, size_t group_bytes, const float* x,
+                       size_t x_stride) {
+    Floats d[kGroups];
+    for (int g = 0; g < kGroups; ++g) d[g] = widen(block + g * group_bytes);
+    for (int j = 0; j < 8; ++j) {
+        Words words[kGroups];
+        for (int g = 0; g < kGroups; ++g) {
+            const uint8_t* at = block + g * group_bytes + 32 + j * 64;
+            words[g] = load<Words>(at);
+            __builtin_prefetch(at + 1088);
+        }
+        four_columns<kGroups, kRows, 0>(acc, words, d, x + 4 * j, x_stride);
+    }
+}
+
+// kGroups neighbouring groups of output rows; y[r] has padded() entries at least.
+template <int kGroups, int kRows>
+void multiply_groups(const Matrix& w, int first, const float* x, size_t x_stride, float* y, size_t y_stride) {
+    Floats acc[kGroups][kRows] = {};
+    const uint8_t* block = w.blocks + first * w.group_bytes();
+    for (int c = 0; c < w.columns; c += kBlock, block += w.block_bytes()) {
+        if (w.format == kQ4_1)
+            q4_1_block<kGroups, kRows>(acc, block, w.group_bytes(), x + c, x_stride);
+        else
+            q8_0_block<kGroups, kRows>(acc, block, w.group_bytes(), x + c, x_stride);
+    }
+    for (int r = 0; r < kRows; ++r)
+        for (int g = 0; g < kGroups; ++g) store(y + r * y_stride + (first + g) * kLanes, acc[g][r]);
+}
+
+// Groups in flight. One row on AVX-512 needs several sums beside each other to hide the latency of an addition; where
+// sixteen lanes take several registers, or rows are more, one group has enough of them, and more would spill.
+#if defined(__AVX512F__)
+constexpr int groups_for(int rows) { return rows == 1 ? 4 : 1; }
+#else
+constexpr int groups_for(int) { return 1; }
+#endif
+
+template <int kRows>
+void multiply_rows(const Matrix& w, const float* x, size_t x_stride, float* y, size_t y_stride, int threads) {
+    constexpr int kGroups = groups_for(kRows);
+    const int groups = w.groups(), whole = groups / kGroups;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int i = 0; i < whole; ++i) multiply_groups<kGroups, kRows>(w, i * kGroups, x, x_stride, y, y_stride);
+    for (int g = whole * kGroups; g < groups; ++g) multiply_groups<1, kRows>(w, g, x, x_stride, y, y_stride);
+}
+
+// y[r][o] = sum over c of w[o][c] * x[r][c]; strides in floats.
+void multiply(const Matrix& w, const float* x, size_t x_stride, float* y, size_t y_stride, int rows, int threads) {
+    switch (rows) {
+        case 1: return multiply_rows<1>(w, x, x_stride, y, y_stride, threads);
+        case 2: return multiply_rows<2>(w, x, x_stride, y, y_stride, threads);
+        case 3: return multiply_rows<3>(w, x, x_stride, y, y_stride, threads);
+        case 4: return multiply_rows<4>(w, x, x_stride, y, y_stride, threads);
+        case 5: return multiply_rows<5>(w, x, x_stride, y, y_stride, threads);
+        case 6: return multiply_rows<6>(w, x, x_stride, y, y_stride, threads);
+        case 7: return multiply_rows<7>(w, x, x_stride, y, y_stride, threads);
+        default: return multiply_rows<8>(w, x, x_stride, y, y_stride, threads);
+    }
+}
+
+inline float half_to_float(uint16_t half) {
+    Halves halves{half};
+    return widen(&halves)[0];
+}
+
+// One row of the matrix, widened: an embedding look-up.
+void read_row(const Matrix& w, int row, float* out) {
+    const uint8_t* block = w.blocks + (row / kLanes) * w.group_bytes();
+    const int lane = row % kLanes;
+    for (int c = 0; c < w.columns; c += kBlock, block += w.block_bytes()) {
+        uint16_t half[2];
+        std::memcpy(&half[0], block + 2 * lane, 2);
+        std::memcpy(&half[1], block + 32 + 2 * lane, 2);
+        const float d = half_to_float(half[0]), m = half_to_float(half[1]);
+        for (int i = 0; i < kBlock; ++i) {
+            if (w.format == kQ8_0) {
+                out[c + i] = static_cast<int8_t>(block[32 + (i / 4) * 64 + 4 * lane + i % 4]) * d;
+            } else {
+                uint32_t word;
+                std::memcpy(&word, block + 64 + (i / 8) * 64 + 4 * lane, 4);
+                out[c + i] = ((word >> (4 * (i % 8))) & 15) * d + m;
+            }
+        }
+    }
+}
+
+// From the file's order to ours. order[i] is the file's row for our row i; rows past the end become zeros.
+void interleave(const uint8_t* from, const int64_t* order, const Matrix& to, uint8_t* out) {
+    const int blocks = to.columns / kBlock;
+    const size_t file_block = to.format == kQ4_1 ? 20 : 34;
+    std::memset(out, 0, to.groups() * to.group_bytes());
+    for (int row = 0; row < to.rows; ++row) {
+        const uint8_t* source = from + order[row] * blocks * file_block;
+        uint8_t* target = out + (row / kLanes) * to.group_bytes();
+        const int lane = row % kLanes;
+        for (int b = 0; b < blocks; ++b, source += file_block, target += to.block_bytes()) {
+            std::memcpy(target + 2 * lane, source, 2);
+            if (to.format == kQ8_0) {
+                for (int j = 0; j < 8; ++j) std::memcpy(target + 32 + j * 64 + 4 * lane, source + 2 + 4 * j, 4);
+                continue;
+            }
+            std::memcpy(target + 32 + 2 * lane, source + 2, 2);
+            // In the file, byte i holds column i in its low half and column i + 16 in its high half.
+            for (int j = 0; j < 4; ++j) {
+                uint32_t word = 0;
+                for (int k = 0; k < 8; ++k) {
+                    const int column = 8 * j + k;
+                    const uint8_t byte = source[4 + column % 16];
+                    word |= uint32_t(column < 16 ? byte & 15 : byte >> 4) << (4 * k);
+                }
+                std::memcpy(target + 64 + j * 64 + 4 * lane, &word, 4);
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,1 @@
+"""Llama decode on a CPU straight from GGUF blocks: the worked example of a lowlat kernel library."""
