@@ -120,6 +120,20 @@ def leave(live):
     raise httpx.ReadTimeout("left")
 
 
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
+    monkeypatch.setattr("lowlat.server.responses.SEND_TIMEOUT_S", 0.3)
+    script = {"step_s": 0.0, "max_context": 10**6}
+    with live_server(script) as live, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = live.url.removeprefix("http://").split(":")
+        raw.connect((host, int(port)))
+        body = json.dumps({"prompt": "abc", "max_tokens": 900_000, "stream": True, "logprobs": 20}).encode()
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: live.metric("lowlat_open_requests") == 1)
+        assert idle(live)
+        assert live.metric('lowlat_sequences_total{finish_reason="abort"}') == 1
+
+
 def test_gauges_and_counters_after_many_clients_left_at_once():
     with live_server({"step_s": 0.01}, config=EngineConfig(model="fake-model", max_batch=8)) as live:
         host, port = live.url.removeprefix("http://").split(":")

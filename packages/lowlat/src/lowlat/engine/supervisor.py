@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -17,6 +18,9 @@ from lowlat.engine.config import EngineConfig
 from lowlat.engine.messages import Command, Event, decode_event, encode
 
 ENGINE_PROGRAM: tuple[str, ...] = (sys.executable, "-m", "lowlat.engine.process")
+
+# As plain numbers: the library's enumerations cost microseconds for each message.
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class EngineProcess:
@@ -82,12 +86,10 @@ class EngineProcess:
             msgspec.DecodeError: the peer does not speak this version's messages.
         """
         found: list[Event] = []
-        while len(found) < limit:
-            try:
-                frame = self._events.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            found.append(decode_event(frame))
+        socket: Any = self._events
+        # Asking first is far cheaper than the exception of a receive that finds nothing.
+        while len(found) < limit and socket.getsockopt(_EVENTS) & _POLLIN:
+            found.append(decode_event(socket.recv(zmq.NOBLOCK)))
         return found
 
     def exit_reason(self) -> str | None:

@@ -72,26 +72,63 @@ class AnswerResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
+        guard = SendGuard(SEND_TIMEOUT_S)
         try:
             async for chunk in self._chunks:
                 if not started:
                     await send(self._start())
                     started = True
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                guard.begun += 1
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                guard.done += 1
         except ApiError as error:
             if not started:
                 await error.response()(scope, receive, send)
                 return
             await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
             return
-        except TimeoutError:
-            # Ending the request without its last chunk closes the connection.
+        except asyncio.CancelledError:
+            if not guard.expired:
+                raise
+            # Leaving the answer unfinished closes the connection.
             raise ClientDisconnect from None
+        finally:
+            guard.end()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _start(self) -> dict[str, Any]:
         return {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+
+
+class SendGuard:
+    """Cancels the task that made it when one send takes longer than `limit_s` seconds (twice that at most).
+
+    A timer looks now and then whether the same send is still under way: far cheaper than a timeout around each send.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.begun = 0
+        """Sends begun, and done: their owner counts both."""
+        self.done = 0
+        self.expired = False
+        self._limit_s = limit_s
+        self._seen = 0
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self._look)
+
+    def _look(self) -> None:
+        if self.begun > self.done and self.begun == self._seen:
+            self.expired = True
+            self._task.cancel()
+            return
+        self._seen = self.begun
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._timer.cancel()
 
 
 def event(data: bytes) -> bytes:
