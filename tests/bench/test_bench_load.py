@@ -49,7 +49,7 @@ def test_closed_loop_measures_what_the_server_did(scripted):
 
 
 def test_open_loop_sends_at_its_times_whatever_the_server_does(scripted):
-    server = scripted("--ttft-ms", 300, "--itl-ms", 1)
+    server = scripted("--ttft-ms", 1200, "--itl-ms", 1)
     options = ServeOptions(model="scripted", requests=8, input_lengths="5", output_lengths="3", rate=40.0, seed=3)
     planned = plan_lengths(options, Scale())
     assert planned[-1].at < 0.5

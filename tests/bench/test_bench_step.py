@@ -287,12 +287,9 @@ def test_regions_of_a_real_step(name, tmp_path):
     times = regions.measure_regions(name, arm, 12)
     arm.close()
     counts = {region: len(spans) for region, spans in times.instances().items()}
-    expected = {"layer": 24, "head": 12, "attention": 24, "other": 12}
-    expected |= (
-        {"mlp": 24}
-        if name != "general"
-        else {"qkv": 24, "attention output": 24, "gate and up": 24, "down": 24, "sample": 12}
-    )
+    expected = {"layer": 24, "head": 12, "attention": 24, "mlp": 24, "other": 12}
+    if name == "general":
+        expected |= {"qkv": 24, "attention output": 24, "gate and up": 24, "down": 24, "sample": 12}
     assert counts == expected
     rows = {row.details["region"]: row for row in regions.region_rows(times, case, arm.note)}
     assert rows["layer"].instances == 24

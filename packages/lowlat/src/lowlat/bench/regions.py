@@ -116,10 +116,9 @@ class TorchRegionArm:
         del self._bare, self._marked
 
 
-LAYER_PARTS = {
-    "qkv": "qkv", "output": "attention output", "gate_up": "gate and up", "down": "down",
-}  # fmt: skip
-"""Projections of a layer of lowlat's models, and what their regions are called."""
+LAYER_PARTS = {"qkv": "qkv", "output": "attention output"}
+MLP_PARTS = {"gate_up": "gate and up", "down": "down"}
+"""Projections of a layer of lowlat's decoders and of its MLP, and what their regions are called."""
 
 
 class GeneralRegionArm:
@@ -147,9 +146,11 @@ class GeneralRegionArm:
         wrap = self._recorder.wrap
         for layer in model.layers:
             wrap(layer, "forward", "layer")
-            for attribute, name in LAYER_PARTS.items():
-                if hasattr(layer, attribute):
-                    wrap(layer, attribute, name)
+            for owner, parts in ((layer, LAYER_PARTS), (layer.mlp, MLP_PARTS)):
+                for attribute, name in parts.items():
+                    if hasattr(owner, attribute):
+                        wrap(owner, attribute, name)
+            wrap(layer, "mlp", "mlp")
         if hasattr(family, "paged_attention"):
             wrap(family, "paged_attention", "attention")
         wrap(model, "head", "head")

@@ -31,7 +31,15 @@ UNITS = {
     "speedup": "speedup",
 }
 
-HEADLINE = ("step_us", "tokens_per_s_user", "interactivity_p90", "e2e_interactivity_p90", "speedup", "ready_ms")
+HEADLINE = (
+    "step_us",
+    "tokens_per_s_user",
+    "interactivity_p90",
+    "e2e_interactivity_p90",
+    "speedup",
+    "ready_ms",
+    "host_us_per_step",
+)
 """Metrics of the README's table; the others are in the full report."""
 
 
@@ -77,6 +85,8 @@ def cell(row: Row) -> str:
 def _varying(shapes: Sequence[Shape]) -> list[str]:
     """Columns that tell the lines of a table apart; the workload always."""
     names = [name for name in Shape.__struct_fields__ if len({getattr(s, name) for s in shapes}) > 1]
+    if all(s.concurrency == s.rows for s in shapes) and "rows" in names:
+        names.remove("concurrency")
     return names if "workload" in names else ["workload", *names]
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase
 
 _SHORT, _LONG = 16, 144
+MEMORY_FRACTION = 0.4
+"""Of the GPU: arms live side by side, since they are measured in alternation."""
 
 
 def _config_folder(case: StepCase) -> tempfile.TemporaryDirectory[str]:
@@ -76,6 +78,7 @@ class VllmArm(_PeerArm):
             skip_tokenizer_init=True,
             max_model_len=case.context + _LONG + 16,
             max_num_seqs=max(8, case.requests),
+            gpu_memory_utilization=MEMORY_FRACTION,
             seed=case.seed,
         )
         self.note = f"vLLM {vllm.__version__} in this process, generations of {_SHORT} and {_LONG} tokens"
@@ -105,6 +108,7 @@ class SglangArm(_PeerArm):
             dtype=case.dtype,
             skip_tokenizer_init=True,
             context_length=case.context + _LONG + 16,
+            mem_fraction_static=MEMORY_FRACTION,
             random_seed=case.seed,
         )
         self.note = f"SGLang {sglang.__version__}, generations of {_SHORT} and {_LONG} tokens"

@@ -65,7 +65,8 @@ ModelName = Annotated[
     str | None, typer.Option("--model", help="Model name to send; default: the first that is listed.")
 ]
 ArmName = Annotated[
-    str | None, typer.Option("--arm", help="Name of the server in results; default: from what it says it is.")
+    str | None,
+    typer.Option("--arm", help="Name of the server in results, such as lowlat-nvidia; default: by what it says."),
 ]
 Endpoint = Annotated[str, typer.Option("--endpoint", help="chat (chat/completions) or completions.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="LOWLAT_API_KEY", help="Key that the server wants.")]
@@ -104,19 +105,27 @@ def _endpoint(name: str) -> str:
 
 
 def _describe(summary: Summary) -> str:
-    """Lines for people, beside the table."""
+    """Lines for people, beside the table of medians."""
     text = (
         f"{summary.requests} requests in {summary.duration_s:.1f} s, {summary.failed} failed; "
         f"{summary.input_tokens} tokens in, {summary.output_tokens} out"
     )
     if summary.cached_tokens is not None:
         text += f", {summary.cached_tokens} from the cache"
-    if summary.send_lag_ms_p99 is not None and summary.send_lag_ms_p99 > 5:
-        text += (
-            f"; this client sent up to {summary.send_lag_ms_p99:.0f} ms late (P99): figures are not the server's alone"
-        )
+    lag = summary.send_lag_ms_p99
+    if lag is not None and lag > 5:
+        text += f"; this client sent up to {lag:.0f} ms late (P99), so figures are not the server's alone"
     if summary.counted_chunks:
         text += "; the server reports no usage, so tokens are chunks"
+    for title, spread in (
+        ("time to first token, ms", summary.ttft_ms),
+        ("time between tokens, ms", summary.itl_ms),
+        ("tokens/s of one user", summary.tokens_per_s_user),
+        ("latency, ms", summary.latency_ms),
+    ):
+        if spread is not None:
+            figures = f"mean {spread.mean:.1f}, P50 {spread.p50:.1f}, P90 {spread.p90:.1f}, P99 {spread.p99:.1f}"
+            text += f"\n  {title}: {figures}"
     for reason, times in sorted(summary.errors.items(), key=lambda item: -item[1])[:3]:
         text += f"\n  {times} x {reason}"
     return text

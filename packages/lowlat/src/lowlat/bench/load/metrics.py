@@ -89,8 +89,8 @@ def _spread(values: Sequence[float], factor: float = 1.0) -> Spread:
 
 
 def gaps(records: Sequence[Record]) -> list[float]:
-    """Mean gap of each request that has one (seconds)."""
-    return [gap for record in records if (gap := record.gap_s) is not None]
+    """Mean gap of each request that has one (seconds); a stream that arrived all at once has none."""
+    return [gap for record in records if (gap := record.gap_s)]
 
 
 def interactivity(seconds: Sequence[float]) -> float:
@@ -132,7 +132,7 @@ def summarize(records: Sequence[Record], targets: Targets | None = None) -> Summ
         ttft_ms=_spread([record.ttft_s for record in good], 1e3),
         itl_ms=_spread(between, 1e3) if between else None,
         latency_ms=_spread([record.latency_s for record in good], 1e3),
-        tokens_per_s_user=_spread([1.0 / gap for gap in between if gap > 0]) if any(between) else None,
+        tokens_per_s_user=_spread([1.0 / gap for gap in between]) if between else None,
         tokens_per_s_total=output_tokens / duration,
         requests_per_s=len(good) / duration,
         interactivity_p90=interactivity(between) if between else None,
@@ -166,7 +166,7 @@ def load_rows(
             row.details = {**row.details, **msgspec.to_builtins(spread)}
         rows.append(row)
 
-    between = [gap for gap in gaps(good) if gap > 0]
+    between = gaps(good)
     add("ttft_ms", median_interval([r.ttft_s * 1e3 for r in good]), summary.ttft_ms)
     add("latency_ms", median_interval([r.latency_s * 1e3 for r in good]), summary.latency_ms)
     if between:
