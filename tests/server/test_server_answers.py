@@ -1,6 +1,7 @@
 """Answers of completions and chats, whole and streamed, against an engine whose tokens are scripted."""
 
 import json
+import re
 
 import pytest
 from server_kit import END, START, byte_text_model, ids, live_server, scripted
@@ -222,6 +223,32 @@ def test_a_refusal_by_the_engine_is_an_error_answer(live):
     assert refused.status_code == 500
     assert live.complete(prompt="abcd", max_tokens=1)
     assert live.state.live == {}
+
+
+def test_info_says_what_runs(live):
+    info = live.http.get("/v1/info").json()
+    assert (info["model"], info["kernels"], info["max_context"], info["restarts"]) == ("fake", None, 128, 0)
+
+
+def test_the_description_names_every_route_and_its_forms(live):
+    document = live.http.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{name}",
+        "/v1/info",
+        "/v1/requests/{request_id}",
+        "/health",
+        "/ready",
+        "/metrics",
+    }
+    schemas = document["components"]["schemas"]
+    assert schemas["CompletionRequest"]["required"] == ["prompt"]
+    assert schemas["CompletionRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 2
+    references = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document))
+    assert set(references) <= set(schemas)
+    assert "ErrorBody" in references
 
 
 def test_the_model_list_and_model_names(live):

@@ -25,8 +25,8 @@ Examples:
 
   LOWLAT_API_KEY=secret lowlat serve --host 0.0.0.0
 
-Clients send a key as the header Authorization: Bearer secret. SIGTERM or Ctrl-C: no new work, open streams finish within
---drain-seconds, exit code 0; a second one ends at once.
+Clients send a key as the header Authorization: Bearer secret. SIGTERM or Ctrl-C: no new work, open streams finish
+within --drain-seconds, exit code 0; a second one ends at once.
 """
 
 _HTTP, _LIMITS = "HTTP", "Limits"
@@ -85,22 +85,28 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API, on localhost unless told otherwise."""
     from lowlat.engine.client import EngineClient
+    from lowlat.server.logs import log_event, set_up_logging
 
     begun = time.monotonic()
+    lines_are_json = set_up_logging(log_format)
     progress = LoadProgress()
 
     def on_progress(event: Starting) -> None:
-        progress(event.done, event.total, event.what)
+        if not lines_are_json:
+            progress(event.done, event.total, event.what)
+        elif event.done in (0, event.total):
+            log_event("starting", what=event.what, done=event.done, total=event.total)
 
     def on_ready(ready: Ready, address: str) -> None:
         progress.close()
         kernels = f", kernels {ready.kernels}" if ready.kernels else ""
-        print(
-            f"lowlat serves {ready.model} at {address} ({ready.dtype} on {ready.device}{kernels}; "
-            f"ready in {time.monotonic() - begun:.1f} s). Ctrl-C ends it.",
-            file=sys.stderr,
-            flush=True,
-        )
+        if not lines_are_json:
+            print(
+                f"lowlat serves {ready.model} at {address} ({ready.dtype} on {ready.device}{kernels}; "
+                f"ready in {time.monotonic() - begun:.1f} s). Ctrl-C ends it.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     engine = EngineClient(config, on_progress=on_progress)
     engine.spawn()  # it loads while this process imports the server

@@ -49,8 +49,11 @@ def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}Z"
 
 
-def set_up_logging(form: str = "auto", level: int = logging.INFO) -> None:
-    """Send the server's and uvicorn's log lines to stderr. `form` is `json`, `text` or `auto` (text on a terminal)."""
+def set_up_logging(form: str = "auto", level: int = logging.INFO) -> bool:
+    """Send the server's and uvicorn's log lines to stderr; returns whether they are JSON.
+
+    `form` is `json`, `text` or `auto` (text on a terminal).
+    """
     if form == "auto":
         form = "text" if sys.stderr.isatty() else "json"
     handler = logging.StreamHandler(sys.stderr)
@@ -60,3 +63,4 @@ def set_up_logging(form: str = "auto", level: int = logging.INFO) -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(least)
+    return form == "json"

@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from lowlat.server.answers import Cancelled, ChatCompletion, Completion, Model, ModelList
 from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
+from lowlat.server.info import Info
 from lowlat.server.requests import ChatRequest, CompletionRequest
 
 _BODIES: dict[str, type] = {"create_completion": CompletionRequest, "create_chat_completion": ChatRequest}
@@ -19,6 +20,7 @@ _ANSWERS: dict[str, type] = {
     "create_chat_completion": ChatCompletion,
     "list_models": ModelList,
     "get_model": Model,
+    "info": Info,
     "cancel_request": Cancelled,
     "health": HealthReply,
     "ready": HealthReply,
@@ -27,6 +29,7 @@ _REFUSALS = {
     "create_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "create_chat_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "list_models": (400, 401, 403, 503),
+    "info": (400, 401, 403, 503),
     "get_model": (400, 401, 403, 404, 503),
     "cancel_request": (400, 401, 403),
     "metrics": (400, 401, 403),

@@ -209,6 +209,15 @@ async def _announce(
             return
         server.should_exit = True
         raise StartError(str(error)) from error
-    log_event("ready", model=ready.model, address=address, engine_seconds=round(ready.ready_s, 2))
+    log_event(
+        "ready",
+        model=ready.model,
+        address=address,
+        dtype=ready.dtype,
+        device=ready.device,
+        kernels=ready.kernels,
+        kv_tokens=ready.kv_tokens,
+        engine_seconds=round(ready.ready_s, 2),
+    )
     if on_ready is not None:
         on_ready(ready, address)
