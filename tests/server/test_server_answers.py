@@ -2,9 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from server_kit import END, START, byte_text_model, ids, live_server, scripted
+
+from lowlat.server.requests import ChatRequest, GenerationFields, Unsupported
 
 
 def joined(events, part):
@@ -262,3 +265,12 @@ def test_the_model_list_and_model_names(live):
     wrong = live.post("/v1/completions", prompt="a", model="gpt-4")
     assert wrong.status_code == 404
     assert wrong.json()["error"]["code"] == "model_not_found"
+
+
+def test_the_documentation_names_every_metric_and_field(live):
+    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    metrics = re.findall(r"^# TYPE (\w+)", live.http.get("/metrics").text, re.MULTILINE)
+    assert len(metrics) > 15
+    assert [name for name in metrics if name not in text] == []
+    fields = {*GenerationFields.__struct_fields__, *ChatRequest.__struct_fields__} - set(Unsupported.__struct_fields__)
+    assert [name for name in fields if f"`{name}" not in text and name != "chat_template_kwargs"] == []
