@@ -2,6 +2,8 @@
 
 import json
 import statistics
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -9,13 +11,12 @@ import torch
 
 from lowlat.bench import regions
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, build_arm
-from lowlat.bench.arms.general import RandomCheckpoint, weight_shape
 from lowlat.bench.arms.torch_step import TorchStep
 from lowlat.bench.ceiling import measure_ceiling
 from lowlat.bench.presets import PRESETS, find_shape, shape_from_config
-from lowlat.bench.random_model import weight_names
+from lowlat.bench.random_checkpoint import RandomCheckpoint, weight_names, weight_shape
 from lowlat.bench.region_recorder import RegionRecorder
-from lowlat.bench.results import problems
+from lowlat.bench.results import load, problems
 from lowlat.bench.roofline import dense_step_bytes, expected_distinct, v41_step_bytes
 from lowlat.bench.step import StepOptions, run_step
 
@@ -113,6 +114,8 @@ def test_presets_survive_their_own_config(tmp_path):
 def test_random_weights_repeat_and_differ_by_name():
     first, second = RandomCheckpoint(TINY, 0), RandomCheckpoint(TINY, 0)
     names = list(weight_names(TINY))
+    assert first.names() == sorted(names)
+    assert all(name in first and first.shape(name) == weight_shape(TINY, name) for name in names)
     for name in names:
         assert torch.equal(first.tensor(name, torch.float32), second.tensor(name, torch.float32))
         assert first.tensor(name, torch.float32).shape == weight_shape(TINY, name)
@@ -237,6 +240,36 @@ def test_deepseek_has_a_floor_and_no_step():
     (row,) = run_step(options).result.rows
     assert row.bytes == v41_step_bytes(rows=6, context=131072, tp=1).total
     assert row.dtype == "fp8+fp4"
+
+
+def test_step_runs_with_torch_and_msgspec_alone(tmp_path):
+    absent = [
+        "typer",
+        "rich",
+        "click",
+        "httpx",
+        "numpy",
+        "tokenizers",
+        "safetensors",
+        "transformers",
+        "fastapi",
+        "zmq",
+        "matplotlib",
+        "jinja2",
+    ]
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({absent!r}))\n"
+        "from lowlat.bench import step\n"
+        "arguments = '--model tiny --context 8 --rounds 1 --ceiling-gb 0.01 --results'.split()\n"
+        f"step.main([*arguments, {str(tmp_path)!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    assert str(path) in done.stdout
+    assert {row.arm for row in load(path).rows} == {"torch-eager-graph", "read-floor"}
+    assert "general is left out" in done.stderr
 
 
 # --- regions

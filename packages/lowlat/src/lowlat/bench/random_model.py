@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,19 +18,6 @@ from lowlat.bench.presets import DenseShape
 
 SHARD_BYTES = 4_000_000_000
 _COPIED = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
-
-
-def weight_names(shape: DenseShape) -> Iterator[str]:
-    """Names of all weights of a dense decoder, in the order in which they are computed with."""
-    yield "model.embed_tokens.weight"
-    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    parts += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
-    parts += ["self_attn.q_norm", "self_attn.k_norm"] if shape.qk_norm else []
-    for layer in range(shape.layers):
-        yield from (f"model.layers.{layer}.{part}.weight" for part in parts)
-    yield "model.norm.weight"
-    if not shape.tied:
-        yield "lm_head.weight"
 
 
 def _known_tokens(source: dict[str, Any]) -> set[int]:
@@ -70,7 +57,7 @@ def make_folder(
     import torch
     from safetensors.torch import save_file
 
-    from lowlat.bench.arms.general import RandomCheckpoint
+    from lowlat.bench.random_checkpoint import RandomCheckpoint, weight_names
 
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: name a new folder")

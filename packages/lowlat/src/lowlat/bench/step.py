@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -9,7 +11,7 @@ import msgspec
 from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
 from lowlat.bench.presets import DEEPSEEK_V41, find_shape
-from lowlat.bench.results import Result, Row, Simulated, new_result, row_from_samples
+from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, save
 from lowlat.bench.roofline import StepBytes, dense_step_bytes, v41_step_bytes
 from lowlat.bench.stats import alternate
 
@@ -187,3 +189,39 @@ def check_options(options: StepOptions) -> None:
         raise ValueError("only the read-floor arm knows tp; measure tensor parallelism with `lowlat bench serve`")
     if options.steps > 60:
         raise ValueError("at most 60 steps in a measurement: the context grows by one token with each")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m lowlat.bench.step`: without typer, for a machine that holds torch, triton and msgspec alone."""
+    import torch
+
+    default = StepOptions()
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--model", default=default.model)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--arms", default=",".join(default.arms))
+    parser.add_argument("--rows", default="1")
+    parser.add_argument("--context", default="1024")
+    parser.add_argument("--dtype")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=default.rounds)
+    parser.add_argument("--steps", type=int, default=default.steps)
+    parser.add_argument("--ceiling-gb", type=float)
+    parser.add_argument("--results", help="folder to write the result into; default: print it")
+    given = parser.parse_args(arguments)
+    options = StepOptions(
+        model=given.model, layers=given.layers, arms=tuple(given.arms.split(",")),
+        rows=tuple(map(int, given.rows.split(","))), contexts=tuple(map(int, given.context.split(","))),
+        dtype=given.dtype or ("float32" if given.device == "cpu" else "bfloat16"), device=given.device, tp=given.tp,
+        rounds=given.rounds, steps=given.steps, ceiling_gb=given.ceiling_gb,
+    )  # fmt: skip
+    outcome = run_step(options, lambda text: print(text, file=sys.stderr, flush=True))
+    if given.results:
+        print(save(outcome.result, given.results))
+    else:
+        print(msgspec.json.format(msgspec.json.encode(check(outcome.result)), indent=1).decode())
+
+
+if __name__ == "__main__":
+    main()

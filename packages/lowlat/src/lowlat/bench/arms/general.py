@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
 
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase
 from lowlat.bench.arms.torch_step import time_cpu
-from lowlat.bench.presets import DenseShape
+from lowlat.bench.random_checkpoint import RandomCheckpoint
 from lowlat.cache.groups import pages_for
 from lowlat.engine.batch import PrefillChunk, SlotSampling, StepPlan
 from lowlat.engine.build import SetupError, build_rank
@@ -20,62 +19,6 @@ from lowlat.parallel.group import SingleRank
 
 _GREEDY = SlotSampling(0.0, 0, 1.0, 0, -1)
 _PAGE = 16
-
-
-def weight_shape(shape: DenseShape, name: str) -> tuple[int, ...]:
-    """Shape of a weight by its checkpoint name. Raises KeyError for a name that a dense decoder does not have."""
-    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    known = {
-        "q_proj": (query, shape.hidden),
-        "k_proj": (key_value, shape.hidden),
-        "v_proj": (key_value, shape.hidden),
-        "o_proj": (shape.hidden, query),
-        "gate_proj": (shape.intermediate, shape.hidden),
-        "up_proj": (shape.intermediate, shape.hidden),
-        "down_proj": (shape.hidden, shape.intermediate),
-        "input_layernorm": (shape.hidden,),
-        "post_attention_layernorm": (shape.hidden,),
-        "q_norm": (shape.head_dim,),
-        "k_norm": (shape.head_dim,),
-        "norm": (shape.hidden,),
-        "embed_tokens": (shape.vocab, shape.hidden),
-        "lm_head": (shape.vocab, shape.hidden),
-    }
-    return known[name.removesuffix(".weight").rpartition(".")[2]]
-
-
-class RandomCheckpoint:
-    """Stands for a checkpoint of a shape: every weight is drawn when it is read, the same for the same seed."""
-
-    def __init__(self, shape: DenseShape, seed: int) -> None:
-        self.name = f"{shape.name} with random weights"
-        self.config: dict[str, Any] = shape.config()
-        self.generation_config: dict[str, Any] = {}
-        self._shape = shape
-        self._seed = seed
-
-    def __contains__(self, name: str) -> bool:
-        return not (name == "lm_head.weight" and self._shape.tied)
-
-    def weight_bytes(self) -> int:
-        """Nothing is on disk."""
-        return 0
-
-    def tensor(
-        self,
-        name: str,
-        dtype: torch.dtype | None = None,
-        *,
-        rows: slice | None = None,
-        columns: slice | None = None,
-    ) -> torch.Tensor:
-        """A random weight (norms are ones), or the part of it that a rank needs."""
-        size = weight_shape(self._shape, name)
-        if len(size) == 1:
-            return torch.ones(size, dtype=dtype)[rows or slice(None)]
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        tensor = torch.randn(size, generator=generator, dtype=dtype) * 0.02
-        return tensor[rows or slice(None), columns or slice(None)].contiguous()
 
 
 class GeneralArm:
