@@ -134,5 +134,10 @@ def _no_ops(form: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
 def _refuse_unsupported(body: Unsupported | StreamOptions | Message, prefix: str) -> None:
     for name, accepted in _no_ops(type(body)).items():
         value = getattr(body, name)
-        if value is not None and value not in accepted:
+        if value is not None and not any(_same(value, harmless) for harmless in accepted):
             raise bad_field(f"{prefix}{name}", "this server does not support this option", code="unsupported")
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal as JSON: 0 and 0.0 are, 0 and false are not."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

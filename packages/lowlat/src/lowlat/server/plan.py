@@ -120,7 +120,7 @@ def completion_prompts(body: CompletionRequest, max_prompts: int) -> Sequence[st
     """The prompts of a completion request: text or ids.
 
     Raises:
-        ApiError: 400; too many prompts, an empty one, or texts and ids mixed at one level.
+        ApiError: 400; too many prompts, or texts and ids mixed at one level.
     """
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -138,9 +138,6 @@ def completion_prompts(body: CompletionRequest, max_prompts: int) -> Sequence[st
         prompts = prompt  # type: ignore[assignment]
     if len(prompts) > max_prompts:
         raise bad_field("prompt", f"at most {max_prompts} prompts a request, got {len(prompts)}")
-    for number, one in enumerate(prompts):
-        if not one:
-            raise bad_field("prompt" if len(prompts) == 1 else f"prompt[{number}]", "must not be empty")
     return prompts
 
 

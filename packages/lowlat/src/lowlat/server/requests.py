@@ -25,6 +25,8 @@ IGNORED = Meta(description="Accepted and ignored: it cannot change the answer.")
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+Text = Annotated[str, Meta(min_length=1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -94,7 +96,7 @@ class GenerationFields(Unsupported, kw_only=True):
 class CompletionRequest(GenerationFields, kw_only=True):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
