@@ -127,7 +127,7 @@ def _no_ops(form: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
     for field in msgspec.inspect.type_info(form).fields:  # type: ignore[attr-defined]
         extra = field.type.extra if isinstance(field.type, msgspec.inspect.Metadata) else None
         if extra is not None and "no_op" in extra:
-            found[field.encode_name] = extra["no_op"]
+            found[field.encode_name] = tuple(msgspec.json.decode(extra["no_op"]))
     return found
 
 

@@ -17,7 +17,8 @@ def no_op(*values: Any) -> Meta:
     return Meta(
         description="Not supported: only values that change nothing are accepted.",
         extra_json_schema={"enum": [None, *values]},
-        extra={"no_op": values},
+        # As JSON text: `typing` takes annotations that compare equal for one, and False equals 0.
+        extra={"no_op": msgspec.json.encode(values).decode()},
     )
 
 
