@@ -66,7 +66,7 @@ def test_off_touches_nothing():
     low = installed("RaisesInConstructor", policy=Policy.OFF)
     assert low.state is State.NONE
     assert low.report().candidates == ()
-    assert low.route(Mode.DECODE, 1, 1).reason == "no-kernels"
+    assert low.route(Mode.DECODE, 1, 1).reason == "off"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_switch_counters_and_close():
     for on in (True, False, True):
         low.switch(on)
         low.counters.add(low.route(Mode.DECODE, 1, 1))
-    assert low.counters.snapshot() == {("general", "switched-off"): 1, ("kernels", "covered"): 2}
+    assert low.counters.snapshot() == {("general", "switched-off"): 1, ("plugin", "covered"): 2}
     low.close()
     low.close()
     assert low.route(Mode.DECODE, 1, 1).reason == "no-kernels"

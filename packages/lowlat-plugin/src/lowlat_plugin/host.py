@@ -25,10 +25,17 @@ class Host(Protocol):
     where it cannot be told. `synchronize` waits until the device has nothing left to do.
     """
 
-    facts: EngineFacts
-    agreement: Agreement
-    device: str
-    vocab_size: int
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    @property
+    def agreement(self) -> Agreement: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def context(self, spec: KernelSpec, workspace: Workspace) -> BuildContext: ...
 

@@ -22,7 +22,7 @@ from lowlat_plugin.kernel import BuildContext, Kernel, Plan, Workspace, offers
 from lowlat_plugin.reasons import Code, Reason, Refused, raised
 from lowlat_plugin.registry import Candidate, Registry, implementation
 from lowlat_plugin.report import CandidateReport, Report
-from lowlat_plugin.routing import FAILED, NO_KERNELS, SUSPENDED, SWITCHED_OFF, Counters, Route, RoutingTable
+from lowlat_plugin.routing import FAILED, NO_KERNELS, OFF, SUSPENDED, SWITCHED_OFF, Counters, Route, RoutingTable
 from lowlat_plugin.shadow import LENGTHS, Shadow, ShapeResult, disable, worth_proving
 from lowlat_plugin.spec import Mode
 from lowlat_plugin.steps import Shape, StepInputs
@@ -232,6 +232,8 @@ class LowLatency:
     def route(self, mode: Mode, requests: int, rows: int) -> Route:
         """Who computes a step of this shape. Cheap, and needs nothing from the device."""
         if self.state is not State.ACTIVE or self.table is None:
+            if self.policy is Policy.OFF:
+                return OFF
             return {State.FAILED: FAILED, State.SUSPENDED: SUSPENDED}.get(self.state, NO_KERNELS)
         if not self.switched_on:
             return SWITCHED_OFF

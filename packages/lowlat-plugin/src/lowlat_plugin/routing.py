@@ -16,7 +16,7 @@ from lowlat_plugin.steps import Shape
 
 
 class Path(StrEnum):
-    KERNELS = "kernels"
+    KERNELS = "plugin"
     GENERAL = "general"
 
 
@@ -39,6 +39,7 @@ NOT_COVERED = Route(Path.GENERAL, "not-covered")
 TOO_WIDE = Route(Path.GENERAL, "too-wide")
 FAILED = Route(Path.GENERAL, "failed")
 SUSPENDED = Route(Path.GENERAL, "suspended")
+OFF = Route(Path.GENERAL, "off")
 
 
 class RoutingTable:
@@ -89,7 +90,8 @@ class Counters:
         self._steps[route] = self._steps.get(route, 0) + steps
 
     def snapshot(self) -> dict[tuple[str, str], int]:
-        return {(route.path.value, route.reason): count for route, count in sorted(self._steps.items(), key=_order)}
+        taken = dict(self._steps)  # one step, so that a thread may count meanwhile
+        return {(route.path.value, route.reason): count for route, count in sorted(taken.items(), key=_order)}
 
     def total(self, path: Path) -> int:
         return sum(count for route, count in self._steps.items() if route.path is path)

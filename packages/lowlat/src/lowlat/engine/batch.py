@@ -73,6 +73,8 @@ class StepPlan(msgspec.Struct):
     chunks: list[PrefillChunk]
     decodes: list[int]
     """Slots."""
+    general: bool = False
+    """Kernels are switched off: all ranks take the general path."""
 
     @property
     def rows(self) -> int:
@@ -116,14 +118,14 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
         len(plan.chunks),
         len(plan.decodes),
         same,
-        0,
+        plan.general,
         0,
     )
 
 
 def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepPlan:
     """Read what `encode_plan` wrote; `previous_decodes` as there."""
-    step, begin_count, page_count, chunk_count, decode_count, same, _, _ = record[:_HEADER].tolist()
+    step, begin_count, page_count, chunk_count, decode_count, same, general, _ = record[:_HEADER].tolist()
     position = _HEADER
     begins = []
     for _ in range(begin_count):
@@ -149,4 +151,4 @@ def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepP
         decodes = previous_decodes
     else:
         decodes = record[position : position + decode_count].tolist()
-    return StepPlan(step, begins, pages, chunks, decodes)
+    return StepPlan(step, begins, pages, chunks, decodes, bool(general))

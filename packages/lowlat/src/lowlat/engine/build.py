@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import torch
@@ -15,6 +16,8 @@ from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.executor import Executor, ThreadExecutor
+from lowlat.engine.plugin_host import KernelsRefusedError, LowLatencyMode
+from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.ranks import RankGroup, TensorParallelExecutor
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.scheduler import Scheduler
@@ -50,6 +53,7 @@ class RankParts(msgspec.Struct):
     """What one rank has."""
 
     runner: ModelRunner
+    kernels: LowLatencyMode
     limits: PlanLimits
     facts: EngineFacts
     platform: Platform
@@ -84,7 +88,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
         if group is not None:
             group.close()
         raise
-    return EngineCore(scheduler, executor, run_ahead=config.run_ahead), parts.facts, checkpoint
+    core = EngineCore(scheduler, executor, run_ahead=config.run_ahead, low_latency=parts.kernels.low)
+    return core, parts.facts, checkpoint
 
 
 def build_rank(
@@ -97,7 +102,11 @@ def build_rank(
     platform.set_threads(threads)
     max_context = _max_context(config, checkpoint)
     build = BuildContext(platform, communicator, torch_dtype(dtype), max_context)
+    with _refusals():
+        kernels = LowLatencyMode(config, checkpoint, platform, communicator, dtype)
     model = build_model(checkpoint, build, lambda done, total: progress(done, total, "loading weights"))
+    with _refusals():
+        kernels.model_built(model)
     page_size = config.page_size
     pages = _pages(config, max_context, sum(group.bytes_per_entry for group in model.cache_groups()), platform)
     pages = int(communicator.broadcast(torch.tensor(pages)))
@@ -108,6 +117,13 @@ def build_rank(
     )
     kv = KVPool(model.kv_layout(pages, page_size), platform.device)
     runner = ModelRunner(model, kv, limits, communicator, min_rows=platform.min_rows)
+    progress(0, 0, "first step")
+    _first_step(runner)
+    with _refusals():
+        kernels.pool_made(kv)
+        progress(0, 0, "checking kernels")
+        kernels.prove()
+    runner.kernel_steps = KernelSteps(kernels.low, page_size)
     facts = EngineFacts(
         model=checkpoint.name,
         dtype=dtype,
@@ -117,11 +133,17 @@ def build_rank(
         page_size=page_size,
         kv_tokens=pages * page_size,
         eos_ids=eos_ids(checkpoint),
-        kernels=None,
+        kernels=kernels.active,
     )
-    progress(0, 0, "first step")
-    _first_step(runner)
-    return RankParts(runner, limits, facts, platform, threads)
+    return RankParts(runner, kernels, limits, facts, platform, threads)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except KernelsRefusedError as error:
+        raise SetupError(str(error)) from error
 
 
 def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowlat.engine.executor import Executor
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput
 from lowlat.engine.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from lowlat_plugin import LowLatency
 
 
 class EngineCore:
@@ -14,10 +19,13 @@ class EngineCore:
     waits for the host.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, run_ahead: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, run_ahead: int, low_latency: LowLatency | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.run_ahead = run_ahead
+        self.low_latency = low_latency
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request. Raises `ValueError` when it cannot be taken (see `Scheduler.add`)."""
@@ -42,6 +50,7 @@ class EngineCore:
             plan = scheduler.schedule()
             if plan is None:
                 break
+            plan.general = self.low_latency is not None and not self.low_latency.switched_on
             self.executor.launch(plan)
         if scheduler.in_flight:
             result = self.executor.collect(timeout)
@@ -51,7 +60,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges and counters now."""
-        return self.scheduler.refresh_stats()
+        stats = self.scheduler.refresh_stats()
+        if self.low_latency is not None:
+            counts = self.low_latency.counters.snapshot()
+            stats.low_latency_steps = [(path, reason, count) for (path, reason), count in counts.items()]
+        return stats
 
     def close(self) -> None:
         """End the executor."""

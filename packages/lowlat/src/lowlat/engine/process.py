@@ -97,9 +97,18 @@ class EngineLoop:
         elif isinstance(command, Abort):
             self._core.abort(command.id, FinishReason.STOP if command.reason == "stop" else FinishReason.ABORT)
         elif isinstance(command, Call):
-            self._send(Reply(command.number, error=f"the engine knows no call {command.name!r}"))
+            self._send(self._call(command))
         elif isinstance(command, Shutdown):
             self._stop = True
+
+    def _call(self, command: Call) -> Reply:
+        low = self._core.low_latency
+        if command.name != "low-latency" or low is None:
+            return Reply(command.number, error=f"the engine knows no call {command.name!r}")
+        on = command.arguments.get("on")
+        if isinstance(on, bool):
+            low.switch(on)  # the plans of later steps carry it to all ranks
+        return Reply(command.number, {"report": msgspec.json.encode(low.report()).decode()})
 
     def _heartbeat(self) -> None:
         now = time.monotonic()

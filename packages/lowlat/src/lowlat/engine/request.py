@@ -89,4 +89,4 @@ class EngineStats(msgspec.Struct, array_like=True):
     finished: int = 0
     aborted: int = 0
     low_latency_steps: list[tuple[str, str, int]] = []
-    """(path, reason, steps): path `plugin` or `general`; reason empty where covered."""
+    """(path, reason, steps): path `plugin` or `general`; the reason is `covered` for `plugin`."""

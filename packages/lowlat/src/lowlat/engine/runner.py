@@ -12,6 +12,7 @@ import torch
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import PlanLimits, SlotSampling, StepPlan
 from lowlat.engine.executor import StepResult
+from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.request import TokenLogprobs
 from lowlat.engine.sampler import sample
 from lowlat.layers.step import DecodeGroup, Segment, StepInputs
@@ -40,16 +41,25 @@ class ModelRunner:
         self._kv_slots = np.zeros((limits.max_batch, limits.max_pages * self._page_size), dtype=np.int64)
         self._in_order = [True] * limits.max_batch
         """Whether all pages of a batch slot are neighbours in memory, in order."""
+        self.kernel_steps: KernelSteps | None = None
+        """Where a kernel library is installed: who is asked first."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and sample its tokens; the slots' states advance."""
         self._update(plan)
-        step, slots = self._inputs(plan)
+        logits_MV = None
+        if self.kernel_steps is not None:
+            logits_MV = self.kernel_steps.run(plan, self._tokens, self._lengths, self._kv_slots)
+        if logits_MV is not None:
+            slots = plan.decodes
+            for slot in slots:
+                self._lengths[slot] += 1
+        else:
+            step, slots = self._inputs(plan)
+            logits_MV = self.model.forward(step, self.kv)
         if not slots:
-            self.model.forward(step, self.kv)
             return StepResult(plan.step, [])
-        logits_MV = self.model.forward(step, self.kv)
         tokens, logprobs = self._sample(logits_MV, slots)
         for slot, token in zip(slots, tokens, strict=True):
             self._tokens[slot] = token
