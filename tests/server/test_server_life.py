@@ -332,6 +332,50 @@ def test_raw_socket_abuse_leaves_the_server_serving(live):
     assert idle(live)
 
 
+def test_heads_that_are_slow_or_endless_are_cut_off(monkeypatch):
+    monkeypatch.setattr("lowlat.server.protocol.HEAD_TIMEOUT_S", 0.4)
+    with live_server() as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        slow, endless, kept = (socket.create_connection((host, int(port)), timeout=5) for _ in range(3))
+        slow.sendall(b"GET /health HTTP/1.1\r\nHo")
+        answer = b""
+        endless.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * 70_000)
+        while data := endless.recv(1000):
+            answer += data
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"too large" in answer
+        assert slow.recv(100) == b""
+        # The second request of a connection is bound by the same rule; one that is whole is not.
+        kept.close()
+        kept = socket.create_connection((host, int(port)), timeout=5)
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while b"progress_age_s" not in answer:
+            answer += kept.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 200")
+        kept.sendall(b"GET /hea")
+        assert kept.recv(100) == b""
+        assert live.complete(prompt="ab", max_tokens=2)
+        for one in (slow, endless, kept):
+            one.close()
+
+
+def test_a_thousand_connections_at_once_leave_the_server_serving():
+    with live_server(max_connections=500) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        sockets = [socket.create_connection((host, int(port)), timeout=10) for _ in range(1000)]
+        for one in sockets:
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        statuses = {one.recv(1000)[9:12] for one in sockets}
+        # Above the limit of connections each is told so.
+        assert statuses <= {b"200", b"503"}
+        assert b"503" in statuses
+        for one in sockets:
+            one.close()
+        wait_for(lambda: httpx.get(live.url + "/ready").status_code == 200)
+        assert httpx.post(live.url + "/v1/completions", json={"prompt": "ab"}).status_code == 200
+
+
 def test_many_streams_at_once_each_get_their_own_text():
     config = EngineConfig(model="fake-model", max_batch=64)
     with live_server({"step_s": 0.002}, config=config) as live, ThreadPoolExecutor(16) as pool:

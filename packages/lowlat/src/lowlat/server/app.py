@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from lowlat.engine.client import EngineClient
-from lowlat.server import cancel, chat, completions, health, info, models
+from lowlat.server import admin, cancel, chat, completions, health, info, models
 from lowlat.server.errors import ApiError, unexpected
 from lowlat.server.gate import Gate
 from lowlat.server.openapi import describe
@@ -31,7 +31,7 @@ def create_app(
     # The documentation pages would load scripts from another site; the description itself is at /openapi.json.
     app = FastAPI(title="lowlat", version=_version(), docs_url=None, redoc_url=None)
     app.state.server = state
-    for family in (completions, chat, models, info, cancel, health):
+    for family in (completions, chat, models, info, cancel, health, admin):
         app.include_router(family.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

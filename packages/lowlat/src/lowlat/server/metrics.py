@@ -122,7 +122,7 @@ class ServerCollector(Collector):
         yield CounterMetricFamily("lowlat_preemptions", "Running sequences that were put back.", stats.preemptions)
         steps = CounterMetricFamily(
             "lowlat_low_latency_steps",
-            "Decode steps by path (plugin or general) and the reason for falling back.",
+            "Steps by path (plugin or general) and the reason.",
             labels=["path", "reason"],
         )
         for path, reason, count in stats.low_latency_steps:

@@ -7,14 +7,20 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from lowlat_plugin import Report
 
+from lowlat.server.admin import LowLatencySwitch
 from lowlat.server.answers import Cancelled, ChatCompletion, Completion, Model, ModelList
 from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
 from lowlat.server.info import Info
 from lowlat.server.requests import ChatRequest, CompletionRequest
 
-_BODIES: dict[str, type] = {"create_completion": CompletionRequest, "create_chat_completion": ChatRequest}
+_BODIES: dict[str, type] = {
+    "create_completion": CompletionRequest,
+    "create_chat_completion": ChatRequest,
+    "set_low_latency": LowLatencySwitch,
+}
 _ANSWERS: dict[str, type] = {
     "create_completion": Completion,
     "create_chat_completion": ChatCompletion,
@@ -22,6 +28,8 @@ _ANSWERS: dict[str, type] = {
     "get_model": Model,
     "info": Info,
     "cancel_request": Cancelled,
+    "get_low_latency": Report,
+    "set_low_latency": Report,
     "health": HealthReply,
     "ready": HealthReply,
 }
@@ -32,6 +40,8 @@ _REFUSALS = {
     "info": (400, 401, 403, 503),
     "get_model": (400, 401, 403, 404, 503),
     "cancel_request": (400, 401, 403),
+    "get_low_latency": (400, 401, 403, 501, 503),
+    "set_low_latency": (400, 401, 403, 408, 413, 501, 503),
     "metrics": (400, 401, 403),
 }
 
@@ -59,7 +69,7 @@ def _complete(operation: dict[str, Any], reference: dict[type, dict[str, Any]]) 
         operation["requestBody"] = {"required": True, "content": _json(reference[_BODIES[name]])}
     if name in _ANSWERS:
         responses["200"]["content"] = _json(reference[_ANSWERS[name]])
-        if name in _BODIES:
+        if name in ("create_completion", "create_chat_completion"):
             responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     if name in ("health", "ready"):
         responses["503"] = {"description": "Not now", "content": _json(reference[HealthReply])}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import threading
@@ -98,6 +99,7 @@ def serve(
         StartError: the engine or the tokenizer could not be loaded, or the address is taken.
     """
     set_up_logging(settings.log_format)
+    allow_many_files()
     engine = engine or EngineClient(config, heartbeat_timeout=settings.heartbeat_timeout_s)
     return _run(_serve(config, settings, engine, load_text, on_ready))
 
@@ -163,12 +165,29 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         lifespan="off",
+        http=_protocol(),
         ws="none",
         backlog=2048,
         limit_concurrency=settings.max_connections,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
     )
+
+
+def _protocol() -> Any:
+    """The bounded protocol over httptools; without httptools, h11, which bounds heads itself and costs more."""
+    try:
+        from lowlat.server.protocol import BoundedProtocol
+    except ImportError:
+        return "h11"
+    return BoundedProtocol
+
+
+def allow_many_files() -> None:
+    """Every connection is an open file: raise the soft limit to what the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(settings: ServerSettings) -> socket.socket:
