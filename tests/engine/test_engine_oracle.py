@@ -188,7 +188,7 @@ def test_logprobs_equal_the_oracle(model: Model):
 
 def test_bfloat16_stays_near_float32():
     """bfloat16 leaves the greedy path early, so its log-probabilities are compared along the oracle's own tokens."""
-    with Engine(model="smollm2", dtype="bfloat16", threads=1, kv_tokens=1024) as engine:
+    with Engine(model="smollm2", dtype="bfloat16", low_latency="off", threads=1, kv_tokens=1024) as engine:
         for case in SHORT[:2]:
             for cut in (0, 5, 11):
                 ids = case["input_ids"] + case["output_ids"][:cut]
@@ -199,7 +199,9 @@ def test_bfloat16_stays_near_float32():
 
 def test_two_ranks_with_whole_key_value_groups():
     """Nine query heads on three key-value heads: six and three heads on the two ranks."""
-    with Engine(model="smollm2", tensor_parallel=2, threads=1, kv_tokens=2048, chunk_tokens=16) as engine:
+    with Engine(
+        model="smollm2", tensor_parallel=2, low_latency="off", threads=1, kv_tokens=2048, chunk_tokens=16
+    ) as engine:
         prompts = [case["input_ids"] for case in SHORT]
         sampling = [SamplingParams(max_tokens=len(case["output_ids"]), temperature=0) for case in SHORT]
         for case, generation in zip(SHORT, engine.generate(prompts, sampling), strict=True):
@@ -244,7 +246,7 @@ def test_all_at_once_with_long_prompts_and_preemption(model: Model):
 
 @pytest.mark.slow
 def test_long_answers_on_two_ranks():
-    with Engine(model="smollm2", tensor_parallel=2, threads=1, kv_tokens=6000) as engine:
+    with Engine(model="smollm2", tensor_parallel=2, low_latency="off", threads=1, kv_tokens=6000) as engine:
         prompts = [case["input_ids"] for case in LONG]
         sampling = SamplingParams(max_tokens=200, temperature=0)
         for case, generation in zip(LONG, engine.generate(prompts, [sampling] * 2), strict=True):

@@ -98,7 +98,7 @@ def build_rank(
     """Build the part of the engine that every rank has, and run a first step through it."""
     platform = select(config.device)
     dtype = platform.default_dtype if config.dtype == "auto" else config.dtype
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.tensor_parallel)
+    threads = config.threads or _threads(config.tensor_parallel)
     platform.set_threads(threads)
     max_context = _max_context(config, checkpoint)
     build = BuildContext(platform, communicator, torch_dtype(dtype), max_context)
@@ -155,6 +155,12 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         if ids:
             return tuple(ids)
     return ()
+
+
+def _threads(ranks: int) -> int:
+    """Threads of each rank: this process's cores but one, which the front and the engine's own loop need."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, (cores - 1) // ranks)
 
 
 def _max_context(config: EngineConfig, checkpoint: Checkpoint) -> int:

@@ -18,7 +18,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`auto`, `cpu` or `cuda`."""
     tensor_parallel: int = 1
     threads: int | None = None
-    """CPU threads of each rank; None: the machine's cores over the ranks."""
+    """CPU threads of each rank; None: the machine's cores but one, over the ranks."""
     max_batch: int = 16
     """Requests that may run at the same time."""
     max_context: int | None = None
