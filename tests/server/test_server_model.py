@@ -1,5 +1,6 @@
 """`lowlat serve` with the embedded model, used by the official openai client as it is."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,7 +28,7 @@ class Served:
 
     def __init__(self, *flags):
         command = [sys.executable, "-m", "lowlat.cli.main", "serve", "--port", "0", "--threads", "1"]
-        command += ["--dtype", "float32", "--max-context", "1024", "--log-format", "json", *flags]
+        command += ["--dtype", "float32", "--max-context", "256", "--log-format", "json", *flags]
         environment = os.environ | {"LOWLAT_API_KEY": "test-key", "OMP_NUM_THREADS": "1"}
         self.begun = time.monotonic()
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -131,6 +133,83 @@ def test_seeds_repeat_and_choices_differ(served):
     assert texts(8, 1) != four[:1]
 
 
+def test_a_seed_repeats_whatever_runs_beside_it(served):
+    def run(seed):
+        answer = served.client.completions.create(
+            model="smollm2",
+            prompt="Once upon a time",
+            max_tokens=8,
+            temperature=0.8,
+            seed=seed,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        return answer.choices[0].token_ids
+
+    alone = run(42)
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            both = list(pool.map(run, [42, None]))
+            assert both[0] == alone
+
+
+def test_every_length_at_the_edge_of_the_context(served):
+    context = served.client.models.list().data[0].max_model_len
+    assert context == 256
+    for length, max_tokens in itertools.product((context - 2, context - 1), (None, 1, 2, 100)):
+        prompt = [504 + n % 50 for n in range(length)]
+        answer = served.client.completions.create(
+            model="smollm2",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+        assert answer.usage.completion_tokens == min(max_tokens or 16, context - length)
+        assert answer.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="255"):
+        served.client.completions.create(model="smollm2", prompt=[504] * context, max_tokens=1)
+
+
+def test_cancels_and_retries_over_a_shared_prefix_leave_the_others_right(served):
+    prefix = [504 + (n * 7) % 1000 for n in range(48)]
+
+    def run(tail, leave_after=None):
+        """Ids, and how sure each was: the distance between the two most likely log-probabilities."""
+        found, sure = [], []
+        stream = served.client.completions.create(
+            model="smollm2",
+            prompt=prefix + tail,
+            max_tokens=10,
+            temperature=0,
+            logprobs=2,
+            stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        for chunk in stream:
+            choice = chunk.choices[0]
+            found += choice.token_ids
+            tops = [sorted(top.values()) for top in choice.logprobs.top_logprobs]
+            sure += [top[-1] - top[-2] if len(top) > 1 else 0.0 for top in tops]
+            if leave_after is not None and len(found) >= leave_after:
+                stream.close()
+                break
+        return found, sure
+
+    tails = [[1000 + n] for n in range(6)]
+    alone = [run(tail) for tail in tails]
+    with ThreadPoolExecutor(8) as pool:
+        left = [pool.submit(run, tail, 2) for tail in tails[:2]]
+        staying = [pool.submit(run, tail) for tail in tails[2:]]
+        for future in left:
+            future.result()
+        again = [pool.submit(run, tail) for tail in tails[:2]]
+        together = [future.result() for future in (*again, *staying)]
+    for (wanted, margins), (found, _) in zip(alone, together, strict=True):
+        certain = next((n for n, margin in enumerate(margins) if margin < 1e-3), len(wanted))
+        assert certain > 3
+        assert found[:certain] == wanted[:certain]
+
+
 def test_refusals_are_the_clients_own_exceptions(served):
     with pytest.raises(openai.BadRequestError, match="temperature") as refused:
         served.client.completions.create(model="smollm2", prompt="a", temperature=-1)
@@ -147,7 +226,13 @@ def test_refusals_are_the_clients_own_exceptions(served):
 
 def test_cancelling_by_closing_and_by_id(served):
     http = httpx.Client(base_url=served.url, headers={"Authorization": "Bearer test-key"})
-    options = {"model": "smollm2", "messages": CHAT, "max_tokens": 900, "stream": True, "temperature": 0}
+
+    def lines():
+        return http.get("/metrics").text.splitlines()
+
+    aborted = 'lowlat_sequences_total{finish_reason="abort"} '
+    before = next(float(line.removeprefix(aborted)) for line in lines() if line.startswith(aborted))
+    options = {"model": "smollm2", "messages": CHAT, "max_tokens": 250, "stream": True, "temperature": 0}
     options["extra_body"] = {"ignore_eos": True}
     stream = served.client.chat.completions.create(**options)
     next(iter(stream))
@@ -157,17 +242,13 @@ def test_cancelling_by_closing_and_by_id(served):
     assert http.delete("/v1/requests/by-id").json()["cancelled"]
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "abort"
 
-    def idle():
-        lines = http.get("/metrics").text.splitlines()
-        return {"lowlat_running_sequences 0.0", 'lowlat_sequences_total{finish_reason="abort"} 2.0'} <= set(lines)
-
-    wait_for(idle)
+    wait_for(lambda: {"lowlat_running_sequences 0.0", f"{aborted}{before + 2}"} <= set(lines()))
 
 
 def test_a_killed_engine_ends_the_stream_with_an_error_and_the_next_request_is_served(served):
     engine = served.event("engine ready")["engine_pid"]
     options = {"model": "smollm2", "prompt": "One, two,", "temperature": 0}
-    stream = served.client.completions.create(**options, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    stream = served.client.completions.create(**options, max_tokens=250, stream=True, extra_body={"ignore_eos": True})
     with pytest.raises(openai.APIError, match="SIGKILL"):  # noqa: PT012
         for number, _ in enumerate(stream):
             if number == 3:
@@ -180,7 +261,7 @@ def test_a_killed_engine_ends_the_stream_with_an_error_and_the_next_request_is_s
 def test_sigterm_finishes_streams_and_a_second_start_is_quick():
     server = Served()
     stream = server.client.chat.completions.create(
-        model="smollm2", messages=CHAT, max_tokens=40, stream=True, temperature=0, extra_body={"ignore_eos": True}
+        model="smollm2", messages=CHAT, max_tokens=15, stream=True, temperature=0, extra_body={"ignore_eos": True}
     )
     chunks = iter(stream)
     next(chunks)
