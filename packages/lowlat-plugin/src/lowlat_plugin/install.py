@@ -35,11 +35,12 @@ log = logging.getLogger("lowlat.plugins")
 
 
 class Policy(StrEnum):
-    """`--low-latency`: never, when it fits, or start only if it fits."""
+    """`--low-latency`: never, when it fits, or start only if it fits. DIAGNOSE never raises, named or not."""
 
     OFF = "off"
     AUTO = "auto"
     REQUIRE = "require"
+    DIAGNOSE = "diagnose"
 
 
 class State(StrEnum):

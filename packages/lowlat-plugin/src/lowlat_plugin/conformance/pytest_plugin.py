@@ -2,6 +2,10 @@
 
 A library's own suite gets the checks one by one by asking for the fixture:
 
+    @pytest.fixture(scope="session")
+    def lowlat_kernels():
+        return "my-kernels"
+
     def test_conformance(lowlat_check):
         lowlat_check()
 """
@@ -30,12 +34,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("lowlat_check", list(CHECKS), indirect=True)
 
 
-@pytest.fixture
-def lowlat_check(request: pytest.FixtureRequest) -> Callable[[], None]:
-    name = request.config.getoption("--lowlat-kernels")
+@pytest.fixture(scope="session")
+def lowlat_kernels(pytestconfig: pytest.Config) -> str:
+    """Which library `lowlat_check` checks: of `--lowlat-kernels`. A suite overrides this fixture with its own name."""
+    name = pytestconfig.getoption("--lowlat-kernels")
     if not name:
         pytest.skip("give --lowlat-kernels NAME")
-    return lambda: _verdict(discover().named(name)[0], request.param)
+    return str(name)
+
+
+@pytest.fixture
+def lowlat_check(request: pytest.FixtureRequest, lowlat_kernels: str) -> Callable[[], None]:
+    return lambda: _verdict(discover().named(lowlat_kernels)[0], request.param)
 
 
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import lowlat_plugin
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+import lowlat_plugin
 from lowlat.engine.client import EngineUnavailableError
 from lowlat.server.bodies import read_body
 from lowlat.server.errors import ApiError, bad_field, unavailable

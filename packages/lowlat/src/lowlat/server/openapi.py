@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from lowlat_plugin import Report
 
 from lowlat.server.admin import LowLatencySwitch
 from lowlat.server.answers import Cancelled, ChatCompletion, Completion, Model, ModelList
@@ -15,6 +14,7 @@ from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
 from lowlat.server.info import Info
 from lowlat.server.requests import ChatRequest, CompletionRequest
+from lowlat_plugin import Report
 
 _BODIES: dict[str, type] = {
     "create_completion": CompletionRequest,

@@ -1,0 +1,166 @@
+"""Kernel libraries in lowlat's own engine, on the embedded model: the same oracle tokens with kernels, without them,
+and after every broken library that was tried in the same engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("lowlat_cpu", reason="install examples/lowlat-cpu")
+from broken_cpu_kernels import CASES, spec_of
+
+from lowlat.cache.layout import KVPool
+from lowlat.engine.build import SetupError
+from lowlat.engine.request import SamplingParams
+from lowlat.offline import Engine
+from lowlat_plugin import LowLatency, Policy, Refused, Registry, State
+
+ORACLE = json.loads((Path(__file__).parent.parent / "data/smollm2_135m_instruct_fp32_greedy.json").read_text())["cases"]
+SETTINGS = {"model": "smollm2", "dtype": "float32", "threads": 1, "kv_tokens": 4096, "max_batch": 8}
+
+
+@pytest.fixture(scope="module")
+def general():
+    """An engine whose own kernels are off; libraries are tried on its model and pool."""
+    with Engine(**SETTINGS, low_latency="off") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def fast():
+    with Engine(**SETTINGS, low_latency="require") as engine:
+        yield engine
+
+
+def answers(engine: Engine, tokens: int = 8, cases=ORACLE[:1]) -> bool:
+    """Whether greedy answers equal the oracle's up to the first margin under 0.01."""
+    for case in cases:
+        expected = case["output_ids"][:tokens]
+        unsure = next((i for i, margin in enumerate(case["margins"][:tokens]) if margin < 0.01), tokens)
+        found = engine.generate(
+            case["input_ids"], SamplingParams(max_tokens=len(expected), temperature=0, ignore_eos=True)
+        )
+        if found.token_ids[:unsure] != expected[:unsure]:
+            return False
+    return True
+
+
+def steps(engine: Engine) -> dict[tuple[str, str], int]:
+    return {(path, reason): count for path, reason, count in engine._core.stats().low_latency_steps}
+
+
+def test_oracles_with_kernels_alone_and_eight_together(fast):
+    assert fast.facts.kernels == "lowlat-cpu/llama-gguf"
+    before = steps(fast).get(("plugin", "covered"), 0)
+    assert answers(fast, 30, ORACLE)
+    cases = (ORACLE * 2)[:8]
+    sampling = [SamplingParams(max_tokens=len(case["output_ids"]), temperature=0, ignore_eos=True) for case in cases]
+    together = fast.generate([case["input_ids"] for case in cases], sampling)
+    for case, found in zip(cases, together, strict=True):
+        unsure = next((i for i, margin in enumerate(case["margins"]) if margin < 0.01), len(case["output_ids"]))
+        assert found.token_ids[:unsure] == case["output_ids"][:unsure]
+    assert steps(fast)["plugin", "covered"] - before > 100
+    assert steps(fast)["general", "prefill"] >= 6
+
+
+def test_long_prompts_continue_on_kernels(fast):
+    cases = json.loads((Path(__file__).parent.parent / "data/smollm2_135m_instruct_fp32_greedy_long.json").read_text())
+    before = steps(fast)["plugin", "covered"]
+    assert answers(fast, 12, cases["cases"][:1])
+    assert steps(fast)["plugin", "covered"] - before == 11
+
+
+def test_the_switch_sends_steps_to_the_general_path_and_back(fast):
+    low = fast._core.low_latency
+    low.switch(False)
+    before = steps(fast)
+    assert answers(fast)
+    assert steps(fast)["general", "switched-off"] - before.get(("general", "switched-off"), 0) >= 7
+    assert steps(fast)["plugin", "covered"] == before["plugin", "covered"]
+    low.switch(True)
+    assert answers(fast)
+    assert steps(fast)["plugin", "covered"] > before["plugin", "covered"]
+
+
+def tried(engine: Engine, spec, policy: Policy = Policy.AUTO) -> LowLatency:
+    host = engine._core.low_latency.host
+    registry = Registry()
+    registry.register(spec, "broken")
+    low = LowLatency(host, registry, policy)
+    low.deadline_s = 0.2
+    low.choose()
+    low.build()
+    low.bind()
+    low.prove(lengths=(2, 17))
+    return low
+
+
+@pytest.mark.parametrize(("spec", "code"), CASES, ids=[f"{spec.name}-{code}" for spec, code in CASES])
+def test_every_broken_library_is_named_and_the_same_engine_answers_right(general, spec, code):
+    low = tried(general, spec)
+    if spec.name == "changesplan":
+        low.recheck()
+    if spec.name == "ignoresrebind":
+        assert low.state is State.ACTIVE
+        move_pool(general, low)
+    report = low.report()
+    reasons = [*report.reasons, *(r for c in report.candidates for r in c.reasons)]
+    reasons += [reason for result in report.shadow for reason in result.reasons]
+    assert code in {reason.code for reason in reasons}, report.lines()
+    if spec.name == "outofbounds":
+        assert low.state is State.ACTIVE
+        assert report.disabled == {"decode/2x2": "shadow-miss"}
+        with pytest.raises(Refused, match="max-abs"):
+            tried(general, spec, Policy.REQUIRE)
+    else:
+        assert low.state is not State.ACTIVE
+    runner(general).kernel_steps.low = low
+    assert answers(general)
+
+
+def runner(engine: Engine):
+    return engine._core.executor._run.__self__
+
+
+def move_pool(engine: Engine, low: LowLatency) -> None:
+    """What a host does when it re-allocates: a new pool, and bind again."""
+    old = runner(engine).kv
+    new = KVPool(old.layout, old.keys[0].device)
+    for before, after in zip(old.keys + old.values, new.keys + new.values, strict=True):
+        after.copy_(before)
+        before.fill_(float("nan"))
+    runner(engine).kv = new
+    low.host.use_pool(new)
+    low.bind()
+    low.prove(lengths=(2, 17))
+
+
+def test_pools_that_move_without_bind_and_errors_in_a_step_fall_back_in_the_same_step(general):
+    low = tried(general, spec_of("FailsLater"))
+    assert low.state is State.ACTIVE
+    low.kernel.served = 0
+    runner(general).kernel_steps.low = low
+    assert answers(general)
+    assert low.counters.snapshot()["plugin", "covered"] == 3
+    assert low.counters.snapshot()["general", "failed"] == 4
+    assert "illegal address" in str(low.report().reasons[0])
+    low = tried(general, spec_of("Works"))
+    runner(general).kernel_steps.low = low
+    low._seal = (1, 2, 3)
+    assert answers(general)
+    assert low.report().reasons[0].code == "pools-moved"
+
+
+def test_a_library_that_is_required_and_missing_stops_the_start():
+    with pytest.raises(SetupError, match="nosuch"):
+        Engine(**SETTINGS, kernels="nosuch")
+    with pytest.raises(SetupError, match="start with --dtype float32"):
+        Engine(**(SETTINGS | {"dtype": "bfloat16"}), kernels="lowlat-cpu")
+
+
+def test_reports_survive_json(fast):
+    report = fast._core.low_latency.report()
+    assert msgspec.json.decode(msgspec.json.encode(report), type=type(report)) == report
