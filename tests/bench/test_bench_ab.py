@@ -1,8 +1,10 @@
 """The A/B of low-latency mode, against servers whose speeds are known: the ratio comes out, and every way to fool it is
 refused."""
 
+import json
 import pathlib
 import sys
+import urllib.request
 
 import pytest
 
@@ -42,11 +44,19 @@ def test_the_known_gain_comes_out_with_its_interval():
     assert arms == {(arm, users) for arm in ("general", "lowlat-cpu") for users in (1, 2)}
 
 
-def test_both_sides_get_the_same_prompts():
-    load = ab.long_prompt_loads((2,), input_tokens=30, output_tokens=2, requests=1)[0]
-    with local_server([], command=SCRIPTED) as first, local_server([], command=SCRIPTED) as second:
-        records = [ab._block(server, load, block) for server in (first, second) for block in (0, 1)]
-    assert [sorted(r.prompt_tokens for r in block) for block in records] == [[30, 30]] * 4
+def test_both_sides_get_the_same_prompts_and_no_block_repeats_one():
+    loads = ab.long_prompt_loads((1, 2), input_tokens=30, output_tokens=2, requests=1)
+    asked = []
+    for _ in range(2):
+        with local_server([], command=SCRIPTED) as server:
+            for load in loads:
+                for block in (0, 1):
+                    records = ab._block(server, load, block)
+                    assert [r.prompt_tokens for r in records] == [30] * load.users
+            with urllib.request.urlopen(f"{server.url}/script/log") as response:
+                asked.append([entry["first"] for entry in json.load(response) if entry["tokens"] == 2])
+    assert sorted(asked[0]) == sorted(asked[1])
+    assert len(set(asked[0])) == len(asked[0]) == 2 * (1 + 2)
 
 
 def test_servers_started_one_at_a_time_and_agent_runs():

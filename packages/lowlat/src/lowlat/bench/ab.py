@@ -76,19 +76,20 @@ class AbOutcome(msgspec.Struct):
 
 
 async def _one_block(url: str, load: Load, model: str, block: int) -> list[Record]:
-    """One load against one server. Both sides of a round get the same texts, different from those of other rounds."""
+    """One load against one server. Both sides of half a round get the same texts, and no other block gets them."""
+    seed = (load.seed * 1009 + load.users) * 1009 + block
     async with Client(url, timeout_s=1800) as client:
         scale = await calibrate(client, "chat/completions", model, seed=load.seed)
         if load.agents:
             options = ReplayOptions(
                 model=model, concurrency=load.users, time_scale=load.time_scale, max_turns=load.max_turns,
-                seed=load.seed + block,
+                seed=seed,
             )  # fmt: skip
             outcome = await Replay(client, options, list(load.agents), scale).run()
             return outcome.records
         serve = ServeOptions(
             model=model, requests=load.users * load.requests_per_user, input_lengths=str(load.input_tokens),
-            output_lengths=str(load.output_tokens), concurrency=load.users, seed=load.seed + block,
+            output_lengths=str(load.output_tokens), concurrency=load.users, seed=seed,
         )  # fmt: skip
         return await run_serve(client, serve, plan_lengths(serve, scale))
 

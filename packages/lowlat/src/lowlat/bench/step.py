@@ -78,6 +78,11 @@ def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: d
     if not built:
         return []
     notes = {name: arm.note for name, arm in built.items()}
+    counted = step_bytes(options, case.requests, case.context)
+    sizes = {
+        name: counted.total if arm.weight_bytes is None else arm.weight_bytes + counted.kv + counted.embedding
+        for name, arm in built.items()
+    }
     try:
         measured = alternate(
             {name: arm.measure for name, arm in built.items()},
@@ -91,11 +96,10 @@ def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: d
     for name, error in measured.errors.items():
         unavailable[name] = error
         say(f"{name} broke and is left out: {error}")
-    size = step_bytes(options, case.requests, case.context).total
     return [
         row_from_samples(
             measured.samples(name), workload=case.shape.name, arm=name, metric="step_us", rows=case.requests,
-            context=case.context, tp=options.tp, dtype=case.dtype, concurrency=case.requests, bytes=size,
+            context=case.context, tp=options.tp, dtype=case.dtype, concurrency=case.requests, bytes=sizes[name],
             note=notes[name],
         )
         for name in measured.rounds

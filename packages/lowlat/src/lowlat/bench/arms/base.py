@@ -34,6 +34,8 @@ class StepArm(Protocol):
     """A way to compute the step. Built once, measured in alternation with others, then closed."""
 
     note: str
+    weight_bytes: int | None
+    """Bytes of weights that a step reads, where they are not those of the case's dtype."""
 
     def measure(self) -> list[float]:
         """Microseconds of `case.steps` steps, each timed alone."""

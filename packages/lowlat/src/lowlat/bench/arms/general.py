@@ -21,6 +21,17 @@ _GREEDY = SlotSampling(0.0, 0, 1.0, 0, -1)
 _PAGE = 16
 
 
+def _stored_bytes(spec: Any, checkpoint: Any) -> int | None:
+    """Bytes of the GGUF blocks that a step reads, for kernels that multiply them as they are; None for all others."""
+    formats = spec.requires.weight_formats or ()
+    if not formats or not all(name.startswith("gguf.") for name in formats) or checkpoint.source.kind != "gguf":
+        return None
+    tensors = checkpoint.source.gguf().file.tensors
+    # an embedding table is read whole only where it is the head too
+    skipped = {"token_embd.weight"} if "output.weight" in tensors else set()
+    return sum(int(info.size) for name, info in tensors.items() if name not in skipped)
+
+
 class GeneralArm:
     """Decode steps of the model runner, greedy, with the context set again before every series of timed steps.
 
@@ -47,13 +58,27 @@ class GeneralArm:
         except (ValueError, SetupError, UnsupportedModelError) as error:
             what = f"lowlat's runner cannot run {case.shape.name} on {case.device}"
             raise ArmUnavailableError(f"{what}: {error}") from error
-        if kernels is not None and parts.facts.kernels != kernels:
-            raise ArmUnavailableError(f"{kernels} did not take the step over; `lowlat plugins check` says what refuses")
         self.runner = parts.runner
         self.note = "model runner with sampling, without scheduler"
+        self.weight_bytes: int | None = None
         self._case = case
         self._step = 2
         self._fill(pages_each)
+        if kernels is not None:
+            self._check_taken_over(parts.kernels.low, kernels)
+            self.note += f", kernels {parts.facts.kernels}"
+            candidate = parts.kernels.low.candidate
+            assert candidate is not None
+            self.weight_bytes = _stored_bytes(candidate.spec, checkpoint)
+
+    def _check_taken_over(self, low: Any, kernels: str) -> None:
+        """Run one decode step; the library must have computed it, or its arm would be the general one's twin."""
+        before = low.counters.snapshot()
+        self.decode()
+        counted = {key: count - before.get(key, 0) for key, count in low.counters.snapshot().items()}
+        fallen = [reason for (path, reason), count in counted.items() if count and path != "plugin"]
+        if fallen or not any(counted.values()):
+            raise ArmUnavailableError(f"{kernels} did not compute the step: {', '.join(fallen) or 'it was not asked'}")
 
     def _run(self, plan: StepPlan) -> None:
         self.runner.run(plan)

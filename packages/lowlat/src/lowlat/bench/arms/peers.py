@@ -39,6 +39,7 @@ class _PeerArm:
     """What both engines share: two lengths, one difference."""
 
     note = ""
+    weight_bytes: int | None = None
 
     def __init__(self, case: StepCase) -> None:
         if case.device != "cuda":

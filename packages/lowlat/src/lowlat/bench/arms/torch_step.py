@@ -163,6 +163,8 @@ def time_cpu(run: Callable[[], object], steps: int) -> list[float]:
 class TorchArm:
     """`torch-eager-graph` and `torch-compile`. On a CPU there is no graph, and the note says so."""
 
+    weight_bytes: int | None = None
+
     def __init__(self, case: StepCase, *, compiled: bool) -> None:
         if case.model is not None:
             raise ArmUnavailableError("the plain PyTorch step has random weights only: leave out --model-folder")

@@ -14,6 +14,7 @@ from lowlat.bench.arms.torch_step import time_cpu, time_cuda
 class TransformersArm:
     """One row for each request with `context` tokens in the cache; the cache is cropped back after every step."""
 
+    weight_bytes: int | None = None
     note = "dynamic cache, SDPA, eager"
 
     def __init__(self, case: StepCase) -> None:
