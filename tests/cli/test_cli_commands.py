@@ -54,7 +54,7 @@ def test_serve_passes_every_option_on(monkeypatch):
         def kill(self):
             seen["killed"] = True
 
-    def fake_serve(config, settings, engine, on_ready):
+    def fake_serve(config, settings, engine, load_text, on_ready):
         seen["settings"] = settings
         return 0
 
@@ -187,7 +187,18 @@ def test_generate_equals_the_oracle_in_json(tmp_path):
     file.write_text(json.dumps(case["input_ids"]))
     length = 12
     assert min(case["margins"][:length]) > 0.01
-    options = ["--max-tokens", str(length), "--temperature", "0", "--dtype", "float32", "--threads", "1"]
+    options = [
+        "--max-tokens",
+        str(length),
+        "--temperature",
+        "0",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--low-latency",
+        "off",
+    ]
     result = run("generate", "--model", "smollm2", "--prompt-ids", str(file), "--json", "--logprobs", "1", *options)
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)
@@ -202,7 +213,7 @@ def test_generate_equals_the_oracle_in_json(tmp_path):
 
 @needs_model
 def test_chat_reads_lines():
-    options = ["--temperature", "0", "--threads", "1", "--max-tokens", "8"]
+    options = ["--temperature", "0", "--threads", "1", "--max-tokens", "8", "--low-latency", "off"]
     chat = run("chat", *options, input="Name a colour.\n\nAnother?\n")
     assert chat.returncode == 0, chat.stderr
     assert len(chat.stdout.strip()) > 5

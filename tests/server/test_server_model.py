@@ -28,7 +28,17 @@ class Served:
 
     def __init__(self, *flags):
         command = [sys.executable, "-m", "lowlat.cli.main", "serve", "--port", "0", "--threads", "1"]
-        command += ["--dtype", "float32", "--max-context", "256", "--log-format", "json", *flags]
+        command += [
+            "--dtype",
+            "float32",
+            "--max-context",
+            "256",
+            "--log-format",
+            "json",
+            "--low-latency",
+            "off",
+            *flags,
+        ]
         environment = os.environ | {"LOWLAT_API_KEY": "test-key", "OMP_NUM_THREADS": "1"}
         self.begun = time.monotonic()
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

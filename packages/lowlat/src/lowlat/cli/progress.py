@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class LoadProgress:
-    """Call it with bytes done, bytes in all (0: unknown) and what is being done; use it as a context."""
+    """Call it with bytes done, bytes in all (0: unknown) and what is being done; use it as a context.
+
+    Several threads may call it.
+    """
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -20,6 +24,7 @@ class LoadProgress:
         self._task: TaskID | None = None
         self._phase = ""
         self._printed_at = 0.0
+        self._lock = threading.RLock()
 
     def __enter__(self) -> LoadProgress:
         return self
@@ -30,18 +35,20 @@ class LoadProgress:
         self.close()
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        if self._terminal:
-            self._draw(done, total, what)
-        else:
-            self._print(done, total, what)
-        self._phase = what
+        with self._lock:
+            if self._terminal:
+                self._draw(done, total, what)
+            else:
+                self._print(done, total, what)
+            self._phase = what
 
     def close(self) -> None:
         """Take the bar away; later calls bring it back."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = self._task = None
-            self._phase = ""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = self._task = None
+                self._phase = ""
 
     def _draw(self, done: int, total: int, what: str) -> None:
         if self._bar is None:

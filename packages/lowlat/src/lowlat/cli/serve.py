@@ -15,6 +15,7 @@ from lowlat.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from lowlat.engine.messages import Ready, Starting
+    from lowlat.server.text_model import TextModel
 
 EPILOG = """
 Examples:
@@ -91,11 +92,18 @@ def serve(
     lines_are_json = set_up_logging(log_format)
     progress = LoadProgress()
 
-    def on_progress(event: Starting) -> None:
+    def say(done: int, total: int, what: str) -> None:
         if not lines_are_json:
-            progress(event.done, event.total, event.what)
-        elif event.done in (0, event.total):
-            log_event("starting", what=event.what, done=event.done, total=event.total)
+            progress(done, total, what)
+        elif done in (0, total):
+            log_event("starting", what=what, done=done, total=total)
+
+    def on_progress(event: Starting) -> None:
+        say(event.done, event.total, event.what)
+
+    def load_text() -> TextModel:
+        # Engine and front both open the model; whoever comes first converts it, and says so.
+        return load_text_model(config.model, served_model_name, say)
 
     def on_ready(ready: Ready, address: str) -> None:
         progress.close()
@@ -113,6 +121,7 @@ def serve(
     try:
         from lowlat.server.run import serve as run_server
         from lowlat.server.settings import ServerSettings
+        from lowlat.server.text_model import load_text_model
 
         settings = ServerSettings(
             host=host,
@@ -128,7 +137,7 @@ def serve(
             start_wait_s=start_wait_seconds,
             log_format=log_format,
         )
-        code = run_server(config, settings, engine=engine, on_ready=on_ready)
+        code = run_server(config, settings, engine=engine, load_text=load_text, on_ready=on_ready)
     finally:
         progress.close()
         engine.kill()
