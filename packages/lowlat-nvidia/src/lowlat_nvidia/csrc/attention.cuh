@@ -1,252 +1,310 @@
 // Attention of one KV head over one split of the context, then the sum over splits.
-// A token's HEAD_DIM elements lie over LANES lanes, 8 each; a warp load covers TOKENS tokens, a chunk DEPTH loads.
-// Which warp and lane sums which token depends on the row's own context alone, so its bits do not depend on neighbours.
+// A warp takes 8 tokens at a time (a unit) through the matrix instruction: scores = queries (A: head g in row g) x keys
+// (B: a token a column), output = weights (A) x values (B). With lane (g, q): keys of token g, elements 8 q to 8 q + 7
+// of every 32; values of tokens 2q and 2q + 1, elements 8 g to 8 g + 7 of every 64. The layouts of scores and weights
+// agree, so nothing moves between lanes but the maximum.
+// Units lie in a ring of shared memory for each warp. The cache does not depend on this step, so the ring runs ahead
+// over rows and layers. Which warp sums which token depends on the row's own context alone, so its bits do not depend
+// on its neighbours.
 #pragma once
 #include "gemv.cuh"
 
-constexpr int LANES = HEAD_DIM / 8, TOKENS = 32 / LANES, DEPTH = 4, STRIPE = WARPS * TOKENS;
+constexpr int STRIPE = WARPS * 8;           // tokens that a block takes at a time
+constexpr int KEY_LOADS = HEAD_DIM / 32, VALUE_LOADS = HEAD_DIM / 64;  // 16-byte loads a token and lane
 constexpr float LOG2E = 1.44269504f;
+static_assert(GROUP <= 8, "a query head in each row of the matrix instruction");
 
-// Normalises (Qwen3) and rotates 8 elements of one head, given as the float32 words v; element i is 8 * part + i.
-DEV void rotate(Context& c, const uint4 (&v)[2], const u8* norm, const float* rotary, float (&x)[8]) {
-  const int part = c.lane % LANES;
-  const u32 w[8] = {v[0].x, v[0].y, v[0].z, v[0].w, v[1].x, v[1].y, v[1].z, v[1].w};
-#pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = __uint_as_float(w[i]);
-  if constexpr (QK_NORM) {
-    float square = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) square = fmaf(x[i], x[i], square);
-#pragma unroll
-    for (int o = LANES / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
-    float scale = rsqrtf(square * (1.f / HEAD_DIM) + c.p.head_eps);
-    uint4 n = load_constant(norm + part * 16);
-    float weight[8] = {bf_low(n.x), bf_high(n.x), bf_low(n.y), bf_high(n.y),
-                       bf_low(n.z), bf_high(n.z), bf_low(n.w), bf_high(n.w)};
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i] *= scale * weight[i];
-  }
-  const bool first_half = part < LANES / 2;
-  const float* table = rotary + part % (LANES / 2) * 8;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    float other = __shfl_xor_sync(~0u, x[i], LANES / 2);
-    float cosine = __ldg(table + i), sine = __ldg(table + HEAD_DIM / 2 + i);
-    x[i] = first_half ? x[i] * cosine - other * sine : x[i] * cosine + other * sine;
-  }
+DEV int slot_of(Context& c, int row, int token) {
+  const int page = token >> c.p.page_shift;
+  return (__ldg(c.s.control.pages[row] + page) << c.p.page_shift) + (token - (page << c.p.page_shift));
 }
-DEV uint4 pack8(const float (&x)[8]) {
-  return make_uint4(bf_pair(x[0], x[1]), bf_pair(x[2], x[3]), bf_pair(x[4], x[5]), bf_pair(x[6], x[7]));
+
+DEV float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// What does not change from layer to layer is read once, when the step begins.
+DEV void read_rows(Context& c) {
+  Control& k = c.s.control;
+  const int split = c.block % SPLITS;
+  for (int i = c.thread; i < c.rows * HEAD_DIM; i += THREADS) {
+    const int row = i / HEAD_DIM, d = i % HEAD_DIM;
+    k.rotary[row][d] = c.p.rotary[c.p.positions[row] * HEAD_DIM + d];
+  }
+  for (int i = c.thread; i < 2 * LAYERS; i += THREADS) k.pools[i / 2][i % 2] = (const u8*)c.p.pools[i];
+  if (c.thread < c.rows) {
+    const int row = c.thread, total = (int)c.p.positions[row] + 1;
+    const int each = (total + SPLITS - 1) / SPLITS;
+    k.first[row] = c.p.row_first[row];
+    k.begin[row] = min(total, split * each);
+    k.end[row] = min(total, (split + 1) * each);
+    k.cached[row] = (int)c.p.positions[c.p.row_first[row]];
+    k.own[row] = total - 1;
+    k.pages[row] = c.p.page_table + (long)c.p.row_request[row] * c.p.table_stride;
+  }
+  block_sync();
+  for (int i = c.thread; i < c.rows * KNOWN_SLOTS; i += THREADS) {
+    const int row = i / KNOWN_SLOTS, token = k.begin[row] + i % KNOWN_SLOTS;
+    if (token < k.end[row]) k.slot[row][i % KNOWN_SLOTS] = slot_of(c, row, token);
+  }
+  block_sync();
 }
 DEV void unpack8(uint4 u, float (&x)[8]) {
   x[0] = bf_low(u.x); x[1] = bf_high(u.x); x[2] = bf_low(u.y); x[3] = bf_high(u.y);
   x[4] = bf_low(u.z); x[5] = bf_high(u.z); x[6] = bf_low(u.w); x[7] = bf_high(u.w);
 }
 
-struct RowWindow {      // what one warp reads of one row's context
-  int begin, end;       // tokens of this split
-  int cached;           // tokens before this are in the cache, later ones come from this step
-  const int* pages;
+constexpr int EACH = HEAD_DIM / 32;  // elements of a head in a lane: lane, lane + 32, ...
+struct HeadNorms { unsigned short query[EACH], key[EACH]; };
+DEV void load_head_norms(Context& c, int layer, HeadNorms& norms) {
+  if constexpr (QK_NORM) {
+    const unsigned short* at = (const unsigned short*)c.p.head_norms + (long)layer * 2 * HEAD_DIM + c.lane;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) { norms.query[e] = at[e * 32]; norms.key[e] = at[HEAD_DIM + e * 32]; }
+  }
+}
+// Heads of q, k and v of all rows, a warp each: normalise (Qwen3), rotate, leave in shared memory for the block. The
+// block whose split holds a row's own token also writes its key and value to the cache.
+DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool, u8* v_pool) {
+  Control& k = c.s.control;
+#pragma unroll 1
+  for (int item = c.warp; item < c.rows * (GROUP + 2); item += WARPS) {
+    const int row = item / (GROUP + 2), part = item % (GROUP + 2);  // GROUP queries, then key, then value
+    const u32* at = c.now + row * ROW_WORDS + W_QKV + head * HEAD_ROWS + part * HEAD_DIM + c.lane;
+    float x[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) x[e] = __uint_as_float(load_exchange_word(at + e * 32));
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      if (__float_as_uint(x[e]) == EMPTY) x[e] = __uint_as_float(gather_word(c, at + e * 32, 2));
+    __syncwarp();
+    if (part <= GROUP) {
+      if constexpr (QK_NORM) {
+        float square = 0.f;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) square = fmaf(x[e], x[e], square);
+#pragma unroll
+        for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+        const float scale = rsqrtf(square * (1.f / HEAD_DIM) + c.p.head_eps);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) x[e] *= scale * bf_low(part == GROUP ? norms.key[e] : norms.query[e]);
+      }
+#pragma unroll
+      for (int e = 0; e < EACH / 2; e++) {
+        const float a = x[e], b = x[e + EACH / 2];
+        const float cosine = k.rotary[row][e * 32 + c.lane], sine = k.rotary[row][HEAD_DIM / 2 + e * 32 + c.lane];
+        x[e] = a * cosine - b * sine;
+        x[e + EACH / 2] = b * cosine + a * sine;
+      }
+    }
+    if (part < GROUP) {
+#pragma unroll
+      for (int e = 0; e < EACH; e++)
+        c.s.query[row][part * HEAD_DIM + e * 32 + c.lane] = (unsigned short)bf_pair(x[e], 0.f);
+    } else {
+      const int own = k.own[row];
+      const bool write = own >= k.begin[row] && own < k.end[row];
+      u8* pool = part == GROUP ? k_pool : v_pool;
+      const long slot = write ? slot_of(c, row, own) : 0;
+#pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        const unsigned short value = (unsigned short)bf_pair(x[e], 0.f);
+        c.s.fresh[part - GROUP][row][e * 32 + c.lane] = value;
+        if (write)
+          ((unsigned short*)pool)[slot * c.p.slot_stride + head * c.p.head_stride + e * 32 + c.lane] = value;
+      }
+    }
+  }
+}
+
+DEV int key_piece(int token, int piece) { return piece ^ (token & 1) << 2; }
+DEV int value_piece(int token, int piece) { return piece ^ (token >> 1 & 3) << 1; }
+
+// The next unit to copy: this warp's tokens base to base + 7 of a row of a layer.
+struct Cursor { int layer, row, base, slot; };
+
+// Copies cached tokens of a unit over the unit last read (`seen` comes from it), 16 bytes a lane and time; tokens that are not cached become zeros. Pieces of a token
+// are swizzled so that both ways of reading are free of bank conflicts.
+DEV void copy_unit(Context& c, Cursor& at, u32 seen) {
+  if (at.layer < LAYERS) {
+    const Control& k = c.s.control;
+    const int head = c.block / SPLITS, last = min(k.end[at.row], k.cached[at.row]), begin = k.begin[at.row];
+    const u8* keys = k.pools[at.layer][0];
+    const u8* values = k.pools[at.layer][1];
+    const u32 to = after(c, seen, c.units + at.slot * UNIT);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 32; i++) {
+      const int index = i * 32 + c.lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
+      const int token = at.base + t;
+      const bool cached = token < last;
+      long slot = 0;
+      if (cached) slot = token - begin < KNOWN_SLOTS ? k.slot[at.row][token - begin] : slot_of(c, at.row, token);
+      const long from = (slot * c.p.slot_stride + head * c.p.head_stride + piece * 8) * 2;
+      copy_async(to + t * HEAD_DIM * 2 + key_piece(t, piece) * 16, keys + from, cached);
+      copy_async(to + UNIT / 2 + t * HEAD_DIM * 2 + value_piece(t, piece) * 16, values + from, cached);
+    }
+    at.base += STRIPE;
+    if (at.base >= k.end[at.row]) {
+      if (++at.row == c.rows) { at.row = 0; at.layer++; }
+      at.base = k.begin[at.row] + c.warp * 8;
+    }
+    if (++at.slot == UNITS) at.slot = 0;
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+struct Accumulator {
+  float top, sum;                // of head g; the sum over this lane's tokens alone
+  float out[VALUE_LOADS][8][4];  // head g; elements 64 i + 16 q + j in [i][j][0], + 8 in [i][j][1]
 };
-DEV RowWindow window_of(Context& c, int row, int split) {
-  const int total = (int)c.p.positions[row] + 1, first = c.p.row_first[row];
-  const int each = (total + SPLITS * TOKENS - 1) / (SPLITS * TOKENS) * TOKENS;
-  RowWindow w;
-  w.begin = split * each;
-  w.end = min(total, w.begin + each);
-  w.cached = (int)c.p.positions[first];
-  w.pages = c.p.page_table + (long)c.p.row_request[row] * c.p.table_stride;
-  return w;
-}
-DEV long slot_offset(Context& c, const int* pages, int token, int head) {
-  int page = token / c.p.page_size;
-  long slot = (long)__ldg(pages + page) * c.p.page_size + (token - page * c.p.page_size);
-  return (slot * c.p.slot_stride + head * c.p.head_stride) * 2;
-}
-
-struct Chunk { uint4 k[DEPTH], v[DEPTH]; };
-// Loads the cached tokens among this lane's DEPTH tokens from `token` on; everything else is left zero.
-DEV void load_chunk(Context& c, const RowWindow& w, int head, const u8* k, const u8* v, int token, Chunk& out) {
-  const int part = c.lane % LANES;
+// Weights of 8 tokens, packed as the A operand. `keys` is the address of token g's key pieces in shared memory.
+DEV u32 score(Context& c, const uint4 (&query)[KEY_LOADS], u32 keys, bool fresh, int left, Accumulator& acc) {
+  float s[2][4] = {};
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++) {
-    int t = token + i * STRIPE;
-    bool cached = t < w.end && t < w.cached;
-    long at = cached ? slot_offset(c, w.pages, t, head) + part * 16 : 0;
-    out.k[i] = cached ? load_stream(k + at) : make_uint4(0, 0, 0, 0);
-    out.v[i] = cached ? load_stream(v + at) : make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < KEY_LOADS; i++) {
+    const int piece = i * 4 + c.q;
+    const uint4 key = load_shared(keys + (fresh ? piece : key_piece(c.g, piece)) * 16);
+    mma(s[0], query[i].x, query[i].y, key.x, key.y);
+    mma(s[1], query[i].z, query[i].w, key.z, key.w);
   }
+  const float scale = rsqrtf((float)HEAD_DIM) * LOG2E;
+  const float s0 = 2 * c.q < left ? (s[0][0] + s[1][0]) * scale : -1e30f;
+  const float s1 = 2 * c.q + 1 < left ? (s[0][1] + s[1][1]) * scale : -1e30f;
+  float top = fmaxf(acc.top, fmaxf(s0, s1));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  const float shrink = fast_exp2(acc.top - top);
+  acc.top = top;
+#pragma unroll
+  for (int i = 0; i < VALUE_LOADS; i++)
+#pragma unroll
+    for (int j = 0; j < 8; j++) { acc.out[i][j][0] *= shrink; acc.out[i][j][1] *= shrink; }
+  const u32 weight = bf_pair(2 * c.q < left ? fast_exp2(s0 - top) : 0.f, 2 * c.q + 1 < left ? fast_exp2(s1 - top) : 0.f);
+  acc.sum = acc.sum * shrink + bf_low(weight) + bf_high(weight);
+  return weight;
 }
-// This step's own key and value of `token` (row row_first + token - cached), in the chunk's form.
-DEV void load_new(Context& c, const RowWindow& w, int row, int head, const u8* norms, int token, uint4& k, uint4& v) {
-  // Lanes whose token is cached follow another lane's token, for the shuffles; they keep their own values.
-  const int part = c.lane % LANES;
-  const bool mine = token >= w.cached && token < w.end;
-  const int source = mine ? c.p.row_first[row] + token - w.cached : row;
-  const u32* at = c.now + W_QKV + (source * KV_HEADS + head) * HEAD_ROWS + GROUP_DIM + part * 8;
-  uint4 kv[4];
-  gather<4>(c, at, [](int i) { return i / 2 * HEAD_DIM + i % 2 * 4; }, true, kv, 2);
-  float x[8];
-  rotate(c, {kv[0], kv[1]}, norms + HEAD_DIM * 2, c.p.rotary + c.p.positions[source] * HEAD_DIM, x);
-  if (!mine) return;
-  k = pack8(x);
-  const u32 y[8] = {kv[2].x, kv[2].y, kv[2].z, kv[2].w, kv[3].x, kv[3].y, kv[3].z, kv[3].w};
+// `even` and `odd` are the addresses of the value pieces of tokens 2q and 2q + 1.
+DEV u32 accumulate(Context& c, u32 weight, u32 even, bool even_fresh, u32 odd, bool odd_fresh, Accumulator& acc) {
+  u32 seen = 0;
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = __uint_as_float(y[i]);
-  v = pack8(x);
-}
-
-struct Accumulator { float top[GROUP], sum[GROUP], out[GROUP][8]; };
-DEV void attend(const float (&query)[GROUP][8], const Chunk& chunk, int token, int end, Accumulator& acc) {
-  float score[GROUP][DEPTH];
+  for (int i = 0; i < VALUE_LOADS; i++) {
+    const int piece = i * 8 + c.g;
+    const uint4 x = load_shared(even + (even_fresh ? piece : value_piece(2 * c.q, piece)) * 16);
+    const uint4 y = load_shared(odd + (odd_fresh ? piece : value_piece(2 * c.q + 1, piece)) * 16);
+    seen ^= x.w ^ y.w;
+    const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++) {
-    float key[8];
-    unpack8(chunk.k[i], key);
-#pragma unroll
-    for (int h = 0; h < GROUP; h++) {
-      float s = 0.f;
-#pragma unroll
-      for (int e = 0; e < 8; e++) s = fmaf(query[h][e], key[e], s);
-      score[h][i] = s;
+    for (int j = 0; j < 4; j++) {
+      mma8(acc.out[i][2 * j], weight, __byte_perm(a[j], b[j], 0x5410));
+      mma8(acc.out[i][2 * j + 1], weight, __byte_perm(a[j], b[j], 0x7632));
     }
   }
-#pragma unroll
-  for (int o = LANES / 2; o; o >>= 1)
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++)
-#pragma unroll
-      for (int h = 0; h < GROUP; h++) score[h][i] += __shfl_xor_sync(~0u, score[h][i], o);
-#pragma unroll
-  for (int h = 0; h < GROUP; h++) {
-    float top = acc.top[h];
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++) {
-      if (token + i * STRIPE >= end) score[h][i] = -1e30f;
-      top = fmaxf(top, score[h][i]);
-    }
-    float shrink = exp2f(acc.top[h] - top);
-    acc.top[h] = top;
-    acc.sum[h] *= shrink;
-#pragma unroll
-    for (int e = 0; e < 8; e++) acc.out[h][e] *= shrink;
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++) {
-      score[h][i] = token + i * STRIPE < end ? exp2f(score[h][i] - top) : 0.f;
-      acc.sum[h] += score[h][i];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < DEPTH; i++) {
-    float value[8];
-    unpack8(chunk.v[i], value);
-#pragma unroll
-    for (int h = 0; h < GROUP; h++)
-#pragma unroll
-      for (int e = 0; e < 8; e++) acc.out[h][e] = fmaf(score[h][i], value[e], acc.out[h][e]);
-  }
+  return seen;
+}
+// One unit: tokens from the ring, this step's own from where `prepare_heads` left them.
+DEV u32 attend(Context& c, const uint4 (&query)[KEY_LOADS], int row, int base, int slot, Accumulator& acc) {
+  const Control& k = c.s.control;
+  const int cached = k.cached[row], end = k.end[row], newest = k.own[row];
+  const u32 unit = c.units + slot * UNIT;
+  // Tokens after the row's own have no row; their weights are zero, any finite value does.
+  auto fresh_at = [&](int which, int token) {
+    return shared_address(c.s.fresh[which][k.first[row] + min(token, newest) - cached]);
+  };
+  const int t = base + c.g, even = base + 2 * c.q, odd = even + 1;
+  const bool t_fresh = t >= cached, even_fresh = even >= cached, odd_fresh = odd >= cached;
+  const u32 keys = t_fresh ? fresh_at(0, t) : unit + c.g * HEAD_DIM * 2;
+  const u32 weight = score(c, query, keys, t_fresh, end - base, acc);
+  const u32 values = unit + UNIT / 2;
+  return accumulate(c, weight, even_fresh ? fresh_at(1, even) : values + 2 * c.q * HEAD_DIM * 2, even_fresh,
+             odd_fresh ? fresh_at(1, odd) : values + (2 * c.q + 1) * HEAD_DIM * 2, odd_fresh, acc);
 }
 
-// Joins the tokens of a warp, then of the block, and publishes the split's output and log-sum.
+// Joins the warps of the block and publishes the split's output and log-sum.
 DEV void publish_split(Context& c, int row, int head, int split, Accumulator& acc) {
+  acc.sum += __shfl_xor_sync(~0u, acc.sum, 1);
+  acc.sum += __shfl_xor_sync(~0u, acc.sum, 2);
+  if (c.g < GROUP) {
 #pragma unroll
-  for (int h = 0; h < GROUP; h++) {
-    float top = acc.top[h];
+    for (int i = 0; i < VALUE_LOADS; i++)
 #pragma unroll
-    for (int o = LANES; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-    float shrink = exp2f(acc.top[h] - top), sum = acc.sum[h] * shrink;
-#pragma unroll
-    for (int o = LANES; o < 32; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-      float x = acc.out[h][e] * shrink;
-#pragma unroll
-      for (int o = LANES; o < 32; o *= 2) x += __shfl_xor_sync(~0u, x, o);
-      acc.out[h][e] = x;
-    }
-    float* at = part_now(c) + c.warp * GROUP_DIM + h * HEAD_DIM + c.lane % LANES * 8;
-    if (c.lane < LANES) {
-      *(float4*)at = make_float4(acc.out[h][0], acc.out[h][1], acc.out[h][2], acc.out[h][3]);
-      *(float4*)(at + 4) = make_float4(acc.out[h][4], acc.out[h][5], acc.out[h][6], acc.out[h][7]);
-    }
-    if (c.lane == 0) { c.s.merge[c.part_parity][c.warp][h][0] = top; c.s.merge[c.part_parity][c.warp][h][1] = sum; }
+      for (int half = 0; half < 2; half++) {
+        float* at = part_now(c) + c.warp * GROUP_DIM + c.g * HEAD_DIM + i * 64 + c.q * 16 + half * 8;
+        *(float4*)at = make_float4(acc.out[i][0][half], acc.out[i][1][half], acc.out[i][2][half], acc.out[i][3][half]);
+        *(float4*)(at + 4) =
+            make_float4(acc.out[i][4][half], acc.out[i][5][half], acc.out[i][6][half], acc.out[i][7][half]);
+      }
+    if (c.q == 0) *(float2*)c.s.merge[c.part_parity][c.warp][c.g] = make_float2(acc.top, acc.sum);
   }
   block_sync();
 #pragma unroll
   for (int i = 0; i < GROUP_DIM / THREADS; i++) {
     const int d = c.thread + i * THREADS, h = d / HEAD_DIM;
+    float2 m[WARPS];
     float top = -1e30f, sum = 0.f, out = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, c.s.merge[c.part_parity][w][h][0]);
+    for (int w = 0; w < WARPS; w++) {
+      m[w] = *(const float2*)c.s.merge[c.part_parity][w][h];
+      top = fmaxf(top, m[w].x);
+    }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      float shrink = exp2f(c.s.merge[c.part_parity][w][h][0] - top);
-      sum = fmaf(c.s.merge[c.part_parity][w][h][1], shrink, sum);
+      const float shrink = fast_exp2(m[w].x - top);
+      sum = fmaf(m[w].y, shrink, sum);
       out = fmaf(part_now(c)[w * GROUP_DIM + d], shrink, out);
     }
-    const int at = (row * KV_HEADS + head) * SPLITS + split;
-    publish(c, W_PART + at * GROUP_DIM + d, __float_as_uint(sum > 0.f ? out / sum : 0.f));
+    const int at = head * SPLITS + split;
+    publish(c, row, W_PART + at * GROUP_DIM + d, __float_as_uint(sum > 0.f ? out / sum : 0.f));
     if (d % HEAD_DIM == 0)
-      publish(c, W_LSE + at * GROUP + h, __float_as_uint(sum > 0.f ? top + log2f(sum) : -1e30f));
+      publish(c, row, W_LSE + at * GROUP + h, __float_as_uint(sum > 0.f ? top + __log2f(sum) : -1e30f));
   }
   c.part_parity ^= 1;
 }
 
-// All rows: read the cached part before the projections arrive, take this step's own tokens from the exchange.
-DEV void attention(Context& c, int layer) {
-  const int head = c.block / SPLITS, split = c.block % SPLITS, part = c.lane % LANES;
-  u8* k = (u8*)c.p.pools[2 * layer];
-  u8* v = (u8*)c.p.pools[2 * layer + 1];
-  const u8* norms = c.p.head_norms + (long)layer * 2 * HEAD_DIM * 2;
-  RowWindow w = window_of(c, 0, split);
-  int token = w.begin + c.warp * TOKENS + c.lane / LANES;
-  Chunk chunk;
-  load_chunk(c, w, head, k, v, token, chunk);
+struct Ahead {      // what attention has under way for later layers
+  Cursor cursor;
+  int slot;         // the next unit to use
+  HeadNorms norms;  // of the next layer
+};
+DEV void attention(Context& c, int layer, Ahead& ahead) {
+  const int head = c.block / SPLITS, split = c.block % SPLITS;
+  prepare_heads(c, ahead.norms, head, (u8*)c.s.control.pools[layer][0], (u8*)c.s.control.pools[layer][1]);
+  block_sync();
+  stamp(c, layer, 10);
+  if (layer + 1 < LAYERS) load_head_norms(c, layer + 1, ahead.norms);
+  uint4 query[KEY_LOADS];
+  Accumulator acc;
+  int row = 0, base = c.s.control.begin[0] + c.warp * 8;
+  bool first = true;
 #pragma unroll 1
-  for (int row = 0; row < c.rows; row++) {
-    float query[GROUP][8];
-    {
-      uint4 q[2 * GROUP];
-      const u32* at = c.now + W_QKV + (row * KV_HEADS + head) * HEAD_ROWS + part * 8;
-      gather<2 * GROUP>(c, at, [](int i) { return i / 2 * HEAD_DIM + i % 2 * 4; }, true, q, 2);
-      const float* rotary = c.p.rotary + c.p.positions[row] * HEAD_DIM;
+  while (true) {
+    if (first) {
 #pragma unroll
-      for (int h = 0; h < GROUP; h++) {
-        rotate(c, {q[2 * h], q[2 * h + 1]}, norms, rotary, query[h]);
-#pragma unroll
-        for (int e = 0; e < 8; e++) query[h][e] *= rsqrtf((float)HEAD_DIM) * LOG2E;
-      }
+      for (int i = 0; i < KEY_LOADS; i++)
+        query[i] =
+            c.g < GROUP ? *(const uint4*)&c.s.query[row][c.g * HEAD_DIM + i * 32 + 8 * c.q] : make_uint4(0, 0, 0, 0);
+      acc = {};
+      acc.top = -1e30f;
     }
-    Accumulator acc = {};
-#pragma unroll
-    for (int h = 0; h < GROUP; h++) acc.top[h] = -1e30f;
-    const int own = (int)c.p.positions[row];
-#pragma unroll 1
-    while (true) {
-#pragma unroll
-      for (int i = 0; i < DEPTH; i++) {
-        const int t = token + i * STRIPE;
-        if (__any_sync(~0u, t >= w.cached && t < w.end)) {
-          load_new(c, w, row, head, norms, t, chunk.k[i], chunk.v[i]);
-          if (t == own && t < w.end) {
-            long at = slot_offset(c, w.pages, t, head) + part * 16;
-            *(uint4*)(k + at) = chunk.k[i];
-            *(uint4*)(v + at) = chunk.v[i];
-          }
-        }
-      }
-      attend(query, chunk, token, w.end, acc);
-      token += DEPTH * STRIPE;
-      if (!__any_sync(~0u, token < w.end)) break;
-      load_chunk(c, w, head, k, v, token, chunk);
+    asm volatile("cp.async.wait_group %0;" ::"n"(UNITS - 1) : "memory");
+    __syncwarp();
+    const u32 seen = attend(c, query, row, base, ahead.slot, acc);
+    __syncwarp();
+    if (++ahead.slot == UNITS) ahead.slot = 0;
+    base += STRIPE;
+    first = base >= c.s.control.end[row];
+    if (first) {
+      stamp(c, layer, 12);
+      publish_split(c, row, head, split, acc);
+      stamp(c, layer, 13);
     }
-    if (row + 1 < c.rows) {
-      w = window_of(c, row + 1, split);
-      token = w.begin + c.warp * TOKENS + c.lane / LANES;
-      load_chunk(c, w, head, k, v, token, chunk);
+    copy_unit(c, ahead.cursor, seen);
+    if (first) {
+      if (++row == c.rows) break;
+      base = c.s.control.begin[row] + c.warp * 8;
     }
-    publish_split(c, row, head, split, acc);
   }
+  stamp(c, layer, 11);
 }
 
 // Sums the splits for this block's share of the head group: a lane per split, four elements a lane.
@@ -259,23 +317,24 @@ DEV void combine(Context& c) {
     if (base + c.warp * SIDES >= c.rows * VECTORS) break;
     const bool active = index < c.rows * VECTORS;
     const int d = share * BLOCK_COMBINE + index % VECTORS * 4;
-    const int at = (row * KV_HEADS + head) * SPLITS + split;
+    const int at = head * SPLITS + split;
     uint4 v = make_uint4(0, 0, 0, 0);
     float lse = -1e30f;
     if (active) {
-      const u32 *pv = c.now + W_PART + at * GROUP_DIM + d, *pl = c.now + W_LSE + at * GROUP + d / HEAD_DIM;
+      const u32* now = c.now + row * ROW_WORDS;
+      const u32 *pv = now + W_PART + at * GROUP_DIM + d, *pl = now + W_LSE + at * GROUP + d / HEAD_DIM;
       u32 polls = 0, word;
       do {
         v = load_exchange(pv);
         word = load_exchange_word(pl);
-      } while ((is_empty(v) || word == EMPTY) && may_wait(c, polls, 3));
+      } while ((greatest(v) == EMPTY || word == EMPTY) && may_wait(c, polls, 3));
       lse = __uint_as_float(word);
     }
     __syncwarp();
     float top = lse;
 #pragma unroll
     for (int o = SPLITS / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-    float weight = exp2f(lse - top), total = weight;
+    float weight = fast_exp2(lse - top), total = weight;
     float x[4] = {__uint_as_float(v.x) * weight, __uint_as_float(v.y) * weight, __uint_as_float(v.z) * weight,
                   __uint_as_float(v.w) * weight};
 #pragma unroll
@@ -287,7 +346,7 @@ DEV void combine(Context& c) {
     const float scale = 1.f / total;
     if (active && split < 2) {
       u32 word = split == 0 ? bf_pair(x[0] * scale, x[1] * scale) : bf_pair(x[2] * scale, x[3] * scale);
-      publish(c, W_ATTN + (row * QDIM + head * GROUP_DIM + d) / 2 + split, word);
+      publish(c, row, W_ATTN + (head * GROUP_DIM + d) / 2 + split, word);
     }
   }
 }

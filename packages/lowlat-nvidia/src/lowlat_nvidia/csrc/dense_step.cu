@@ -9,12 +9,6 @@
 // Stage numbers for errors: 0 input of q, k, v; 2 attention; 3 sum of splits; 4 output projection; 5 gate and up;
 // 6 down; 7 logits. Stamp numbers: see stamp().
 
-DEV void stamp(Context& c, int layer, int index) {
-#if STAMPS > 0
-  if (c.thread == 0) c.p.stamps[((long)c.block * (LAYERS + 1) + layer) * STAMPS + index] = clock_now();
-#endif
-}
-
 // One lane a consumer warp: keeps WINDOW copies in flight and at most RING_PAGES pages filled.
 DEV void produce(const Params& p, u32 ring, u32 full, u32 empty, int block, int lane) {
   const int warp = lane & 7;
@@ -26,11 +20,12 @@ DEV void produce(const Params& p, u32 ring, u32 full, u32 empty, int block, int 
   u32 slot_phase = 1, landed_phase = 0;
   int issued = 0;
   bool more = lane < WARPS;
+  const u64 policy = read_once_policy();
   while (__any_sync(~0u, more)) {
     bool can = more && barrier_test(empty + slot * 8, slot_phase) &&
                (issued < WINDOW || barrier_test(full + landed * 8, landed_phase));
     if (can) {
-      copy_page(ring + slot * PAGE, from, PAGE, full + slot * 8);
+      copy_page(ring + slot * PAGE, from, PAGE, full + slot * 8, policy);
       from += (long)BLOCKS * WARPS * PAGE;
       if (issued >= WINDOW && ++landed == RING_PAGES) { landed = 0; landed_phase ^= 1; }
       if (++slot == RING_PAGES) { slot = 0; slot_phase ^= 1; }
@@ -39,66 +34,63 @@ DEV void produce(const Params& p, u32 ring, u32 full, u32 empty, int block, int 
   }
 }
 
-// Empties this block's part of one section of the buffers that the last step used.
-DEV void clear_section(Context& c, u32* other, int word, int words) {
-  for (int i = c.block * THREADS + c.thread; i < words / 4; i += BLOCKS * THREADS)
-    *(uint4*)(other + word + i * 4) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-}
-DEV void clear_layer(Context& c, u32* other, int rows) {
-  clear_section(c, other, W_QKV, rows * KV_HEADS * HEAD_ROWS);
-  clear_section(c, other, W_PART, rows * KV_HEADS * SPLITS * GROUP_DIM);
-  clear_section(c, other, W_LSE, rows * KV_HEADS * SPLITS * GROUP);
-  clear_section(c, other, W_ATTN, rows * QDIM / 2);
-  clear_section(c, other, W_MID, rows * HIDDEN);
-  clear_section(c, other, W_ACT, rows * INTER / 2);
-  clear_section(c, other, W_OUT, rows * HIDDEN);
+// Empties this block's part of what the last step used of a layer.
+DEV void clear_layer(Context& c, u32* layer, int rows) {
+#pragma unroll 1
+  for (int i = c.block * THREADS + c.thread; i < rows * ROW_WORDS / 4; i += BLOCKS * THREADS)
+    *(uint4*)(layer + i * 4) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
 }
 
-DEV void project_qkv(Context& c, int layer, const u8* norm, u32* before) {
+DEV void project_qkv(Context& c, int layer, const u32* before) {
   constexpr int TILES = BLOCK_QKV / 8;
   const int head = c.block / SPLITS, share = c.block % SPLITS;
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
-    if (layer == 0) {
-      load_embedding(c, norm, a);
-    } else {
-      u32* now = c.now;
-      c.now = before;
-      load_residual(c, W_OUT, norm, a, 0);
-      c.now = now;
-    }
+    load_normed(c, before, W_OUT, W_OUT_SQUARE, a, 0);
     stamp(c, layer, 1);
   };
   gemv<K_HIDDEN, TILES>(c, load, [&](int tile0, int tiles, const float* part) {
+#pragma unroll 1
     for (int i = c.thread; i < tiles * 8 * c.rows; i += THREADS) {
       int row = i / (tiles * 8), n = i % (tiles * 8);
       float x = sum_partials(part, n / 8, row, n % 8) * inverse_rms(c, row);
-      publish(c, W_QKV + (row * KV_HEADS + head) * HEAD_ROWS + share * BLOCK_QKV + tile0 * 8 + n, __float_as_uint(x));
+      publish(c, row, W_QKV + head * HEAD_ROWS + share * BLOCK_QKV + tile0 * 8 + n, __float_as_uint(x));
     }
   });
 }
+// Publishes a residual times the next norm, and the block's sum of squares. All threads call it; of a row's outputs the
+// threads are neighbours.
+DEV void publish_residual(Context& c, int row, int n, int norm, float residual, int to, int to_square) {
+  const float x = residual * bf_low(c.s.norms[norm][n]), other = __shfl_down_sync(~0u, x, 1);
+  float square = residual * residual;
+#pragma unroll
+  for (int o = BLOCK_HIDDEN / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+  if (row >= c.rows) return;
+  if (n % 2 == 0) publish(c, row, to + (c.block * BLOCK_HIDDEN + n) / 2, bf_pair(x, other));
+  if (n == 0) publish(c, row, to_square + c.block, __float_as_uint(square));
+}
 // The residual of (row, output) stays with the thread that publishes it.
 template <int K>
-DEV void project_back(Context& c, int from, int to, float& residual, int stage, int layer, int mark) {
-  constexpr int OUTPUTS = BLOCK_HIDDEN, CHUNK = chunk_of<K>;
-  static_assert(OUTPUTS * MAX_ROWS <= THREADS, "one output a thread");
+DEV void project_back(Context& c, int from, int to, int to_square, int norm, float& residual, int stage, int layer,
+                      int mark) {
+  constexpr int CHUNK = chunk_of<K>;
+  const int row = c.thread / BLOCK_HIDDEN, n = c.thread % BLOCK_HIDDEN;
   auto load = [&](int chunk, uint4(&a)[CHUNK]) {
     load_pairs<K>(c, from, chunk, a, stage);
     if (chunk == 0) stamp(c, layer, mark);
   };
-  gemv<K, OUTPUTS / 8>(c, load, [&](int, int, const float* part) {
-    const int row = c.thread / OUTPUTS, n = c.thread % OUTPUTS;
-    if (row >= c.rows) return;
-    residual += sum_partials(part, n / 8, row, n % 8);
-    publish(c, to + row * HIDDEN + c.block * OUTPUTS + n, __float_as_uint(residual));
+  gemv<K, BLOCK_HIDDEN / 8>(c, load, [&](int, int, const float* part) {
+    if (row < c.rows) residual += sum_partials(part, n / 8, row, n % 8);
+    publish_residual(c, row, n, norm, residual, to, to_square);
   });
 }
 // A tile holds gate and up of four activations, alternating.
-DEV void gate_up(Context& c, int layer, const u8* norm) {
+DEV void gate_up(Context& c, int layer) {
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
-    load_residual(c, W_MID, norm, a, 5);
+    load_normed(c, c.now, W_MID, W_MID_SQUARE, a, 5);
     stamp(c, layer, 9);
   };
   gemv<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, load, [&](int tile0, int tiles, const float* part) {
+#pragma unroll 1
     for (int i = c.thread; i < tiles * 2 * c.rows; i += THREADS) {
       const int row = i / (tiles * 2), pair = i % (tiles * 2);
       float4 sum = make_float4(0, 0, 0, 0);
@@ -109,7 +101,7 @@ DEV void gate_up(Context& c, int layer, const u8* norm) {
       }
       const float scale = inverse_rms(c, row), g0 = sum.x * scale, g1 = sum.z * scale;
       u32 word = bf_pair(g0 / (1.f + __expf(-g0)) * (sum.y * scale), g1 / (1.f + __expf(-g1)) * (sum.w * scale));
-      publish(c, W_ACT + row * (INTER / 2) + c.block * (BLOCK_INTER / 2) + tile0 * 2 + pair, word);
+      publish(c, row, W_ACT + c.block * (BLOCK_INTER / 2) + tile0 * 2 + pair, word);
     }
   });
 }
@@ -120,9 +112,9 @@ DEV u64 rank_key(float x, u32 token) {
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return (u64)bits << 32 | (0xffffffffu - token);
 }
-DEV void project_logits(Context& c, const u8* norm) {
+DEV void project_logits(Context& c) {
   u64 best[MAX_ROWS * 64 / THREADS] = {};
-  auto load = [&](int, uint4(&a)[K_HIDDEN]) { load_residual(c, W_OUT, norm, a, 7); };
+  auto load = [&](int, uint4(&a)[K_HIDDEN]) { load_normed(c, c.now, W_OUT, W_OUT_SQUARE, a, 7); };
   gemv<K_HIDDEN, LM_TILES>(c, load, [&](int tile0, int tiles, const float* part) {
 #pragma unroll
     for (int j = 0; j < MAX_ROWS * 64 / THREADS; j++) {
@@ -181,35 +173,49 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) dense_step(const _
   const int last_rows = (int)load_exchange_word(p.state + 5);
   u32* now = p.exchange + parity * STEP_WORDS;
   u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
-  Context c = {p, s, now, block, warp, lane, thread, lane / 4, lane % 4, p.rows, ring + warp * RING_PAGES * PAGE,
-               full + warp * RING_PAGES * 8, empty + warp * RING_PAGES * 8, 0, 0, 0, 0, false};
+  Context c = {p, s, now + (long)LAYERS * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, p.rows,
+               ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8, empty + warp * RING_PAGES * 8,
+               shared_address(memory + UNITS_OFFSET) + warp * UNITS * UNIT, p.zero, 0, 0, 0, 0, false};
 
+  for (int i = thread; i < (2 * LAYERS + 1) * BLOCK_HIDDEN; i += THREADS)
+    s.norms[i / BLOCK_HIDDEN][i % BLOCK_HIDDEN] = p.norms[i / BLOCK_HIDDEN * HIDDEN + block * BLOCK_HIDDEN + i % BLOCK_HIDDEN];
+  read_rows(c);
+  const int row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
   float residual = 0.f;
-  if (thread / BLOCK_HIDDEN < c.rows) {
-    const long at = p.tokens[thread / BLOCK_HIDDEN] * HIDDEN + block * BLOCK_HIDDEN + thread % BLOCK_HIDDEN;
-    residual = bf_low(((const unsigned short*)p.embedding)[at]);
-  }
+  if (row < c.rows)
+    residual = bf_low(((const unsigned short*)p.embedding)[p.tokens[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
+  publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
+  Ahead ahead = {{0, 0, s.control.begin[0] + warp * 8, 0}, 0};
+  load_head_norms(c, 0, ahead.norms);
+#pragma unroll 1
+  for (int i = 0; i < UNITS; i++) copy_unit(c, ahead.cursor, 0);
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
-    const u8* norm = p.norms + (long)layer * 2 * HIDDEN * 2;
-    u32* before = c.now;
+    const u32* before = c.now;
+    recompute(c);
     c.now = now + (long)layer * LAYER_WORDS;
     stamp(c, layer, 0);
-    project_qkv(c, layer, norm, before);
+    project_qkv(c, layer, before);
     stamp(c, layer, 2);
-    attention(c, layer);
+    recompute(c);
+    attention(c, layer, ahead);
     stamp(c, layer, 3);
+    recompute(c);
     combine(c);
     stamp(c, layer, 4);
-    project_back<K_QDIM>(c, W_ATTN, W_MID, residual, 4, layer, 5);
+    recompute(c);
+    project_back<K_QDIM>(c, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
     stamp(c, layer, 6);
-    gate_up(c, layer, norm + HIDDEN * 2);
+    recompute(c);
+    gate_up(c, layer);
     stamp(c, layer, 7);
     clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
-    project_back<K_INTER>(c, W_ACT, W_OUT, residual, 6, layer, 8);
+    recompute(c);
+    project_back<K_INTER>(c, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
   }
+  clear_layer(c, other + (long)LAYERS * LAYER_WORDS, last_rows);
   stamp(c, LAYERS, 0);
-  project_logits(c, p.norms + (long)LAYERS * 2 * HIDDEN * 2);
+  project_logits(c);
   stamp(c, LAYERS, 1);
   finish_step(c, parity);
 }

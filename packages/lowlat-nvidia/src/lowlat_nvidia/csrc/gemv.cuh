@@ -4,64 +4,88 @@
 #include "layout.cuh"
 
 constexpr int PART_FLOATS = WARPS * 8 * MAX_ROWS * 8;  // partial sums of up to 8 tiles
-struct Shared {
+constexpr int KNOWN_SLOTS = 128;  // tokens of a split whose cache slots are looked up once a step
+struct Control {
+  int begin[MAX_ROWS], end[MAX_ROWS];  // tokens of each row that this block's split covers
+  int cached[MAX_ROWS];                // tokens before this are in the cache, later ones come from this step
+  int first[MAX_ROWS], own[MAX_ROWS];  // first row of the same request; the row's own token
+  const int* pages[MAX_ROWS];
+  const u8* pools[LAYERS][2];          // K and V
+  int slot[MAX_ROWS][KNOWN_SLOTS];
+  float rotary[MAX_ROWS][HEAD_DIM];    // cosine, sine
+};
+struct __align__(16) Shared {
   float part[2][PART_FLOATS];         // [warp][tile][row][output]; attention merges heads here too
   float square[2][WARPS][MAX_ROWS];   // partial sums of squares
   float merge[2][WARPS][8][2];        // attention: maximum and sum of each warp and head
+  Control control;
+  unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
+  unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
+  unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs
   u64 full[WARPS * RING_PAGES], empty[WARPS * RING_PAGES];
 };
 constexpr int RING_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
-constexpr int SHARED_BYTES = RING_OFFSET + WARPS * RING_PAGES * PAGE;
+constexpr int UNIT = 8 * HEAD_DIM * 2 * 2;  // keys, then values, of 8 tokens
+constexpr int UNITS_OFFSET = RING_OFFSET + WARPS * RING_PAGES * PAGE;
+static_assert(UNITS_OFFSET + WARPS * UNITS * UNIT <= SHARED_BYTES, "the plan counts shared memory");
 
 struct Context {
   const Params& p;
   Shared& s;
   u32* now;    // exchange words of this step
   int block, warp, lane, thread, g, q, rows;
-  u32 ring, full, empty;
+  u32 ring, full, empty, units, zero;
   int slot;
   u32 phase;
   int part_parity, square_parity;
   bool failed;
 };
 
+// Notes the time at which this block passed a point of a layer.
+DEV void stamp(Context& c, int layer, int index) {
+#if STAMPS > 0
+  if (c.thread == 0) c.p.stamps[((long)c.block * (LAYERS + 1) + layer) * STAMPS + index] = clock_now();
+#endif
+}
+
+// Hides where the indices come from. Without it the compiler keeps every address of every stage in a register for all
+// layers, and spills.
+DEV void recompute(Context& c) {
+  asm volatile("" : "+r"(c.thread), "+r"(c.block), "+r"(c.warp), "+r"(c.lane));
+  c.g = c.lane / 4;
+  c.q = c.lane % 4;
+}
 // Counts a fruitless poll. False once somebody, here or elsewhere, has missed the deadline: the caller goes on with
-// what it has, the step ends quickly, and the host finds the error word.
+// what it has, the step ends quickly, and the host finds the error word, which tells block and stage.
 DEV bool may_wait(Context& c, u32& polls, int stage) {
-  if (c.failed) return false;
-  polls++;
-  if ((polls & 255u) == 0) {
+  if ((++polls & 255u) == 0) {
+    if (polls > c.p.spin_limit) store_exchange(c.p.state + 1, 1u + c.block * 16 + stage);
     if (load_exchange_word(c.p.state + 1)) c.failed = true;
-    if (polls > c.p.spin_limit) {
-      c.failed = true;
-      if (atomicCAS(c.p.state + 1, 0u, 1u) == 0u) { c.p.state[2] = c.block; c.p.state[3] = stage; }
-    }
   }
   return !c.failed;
 }
-DEV bool is_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
+DEV u32 greatest(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
 
-// Loads N published vectors, vector i from word at(i) of base; inactive lanes get zeros. All lanes of the warp call it.
-template <int N, class At>
-DEV void gather(Context& c, const u32* base, At at, bool active, uint4 (&v)[N], int stage) {
+// Loads N published vectors, `step` words apart, and one more from `extra_at`, which is published last; inactive lanes
+// get zeros. All lanes of the warp call it.
+template <int N>
+DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool active, uint4 (&v)[N], uint4& extra,
+                int stage) {
   u32 polls = 0;
-  // One vector tells that the data is about to be there; polling all of them would crowd the L2.
+  // One vector tells that the data is about to be there; polling all of them crowds the L2.
   while (true) {
-    v[N - 1] = active ? load_exchange(base + at(N - 1)) : make_uint4(0, 0, 0, 0);
-    if (__all_sync(~0u, !is_empty(v[N - 1]))) break;
+    extra = active ? load_exchange(extra_at) : make_uint4(0, 0, 0, 0);
+    if (!__any_sync(~0u, greatest(extra) == EMPTY)) break;
     if (!__all_sync(~0u, may_wait(c, polls, stage))) break;
   }
-#pragma unroll
-  for (int i = 0; i < N - 1; i++) v[i] = active ? load_exchange(base + at(i)) : make_uint4(0, 0, 0, 0);
   while (true) {
-    bool missing = false;
 #pragma unroll
-    for (int i = 0; i < N - 1; i++) missing |= is_empty(v[i]);
-    if (!__any_sync(~0u, missing)) break;
+    for (int i = 0; i < N; i++) v[i] = active ? load_exchange(base + i * step) : make_uint4(0, 0, 0, 0);
+    u32 top = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) top = max(top, greatest(v[i]));
+    if (!__any_sync(~0u, top == EMPTY)) break;
     if (!__all_sync(~0u, may_wait(c, polls, stage))) break;
-#pragma unroll
-    for (int i = 0; i < N - 1; i++)
-      if (is_empty(v[i])) v[i] = load_exchange(base + at(i));
   }
 }
 DEV u32 gather_word(Context& c, const u32* at, int stage) {
@@ -69,17 +93,26 @@ DEV u32 gather_word(Context& c, const u32* at, int stage) {
   while ((v = load_exchange_word(at)) == EMPTY && may_wait(c, polls, stage)) {}
   return v;
 }
-DEV void publish(Context& c, int word, u32 value) { store_exchange(c.now + word, value == EMPTY ? 0x7fffffffu : value); }
+DEV void publish(Context& c, int row, int word, u32 value) {
+  store_exchange(c.now + row * ROW_WORDS + word, value == EMPTY ? 0x7fffffffu : value);
+}
+
+// The address, once `seen` has arrived: c.zero is 0, but the compiler does not know. Giving shared memory back before
+// its loads have returned lets the next copy overtake them.
+DEV u32 after(Context& c, u32 seen, u32 address) { return address + min(seen, c.zero); }
 
 // ---- weights
 
 DEV void take_page(Context& c, uint4 (&w)[PAGE_FRAGMENTS]) {
   while (!barrier_done(c.full + c.slot * 8, c.phase)) {}  // ends: the copy was issued, and copies complete
   u32 at = c.ring + c.slot * PAGE + c.lane * 16;
+  u32 seen = 0;
 #pragma unroll
   for (int i = 0; i < PAGE_FRAGMENTS; i++) w[i] = load_shared(at + i * FRAGMENT);
+#pragma unroll
+  for (int i = 0; i < PAGE_FRAGMENTS; i++) seen ^= w[i].w;
   __syncwarp();
-  if (c.lane == 0) barrier_arrive(c.empty + c.slot * 8);
+  if (c.lane == 0) barrier_arrive(after(c, seen, c.empty + c.slot * 8));
   if (++c.slot == RING_PAGES) { c.slot = 0; c.phase ^= 1; }
 }
 // d += inputs * one tile's next CHUNK fragments. Four chains hide the latency of the matrix instruction.
@@ -155,15 +188,6 @@ DEV void gemv(Context& c, Load load, Finish finish) {
 
 // ---- inputs
 
-// Multiplies 8 residual values by the norm's weights and packs them; adds their squares.
-DEV uint4 normed(uint4 lo, uint4 hi, uint4 w, float& square) {
-  float x[8] = {__uint_as_float(lo.x), __uint_as_float(lo.y), __uint_as_float(lo.z), __uint_as_float(lo.w),
-                __uint_as_float(hi.x), __uint_as_float(hi.y), __uint_as_float(hi.z), __uint_as_float(hi.w)};
-#pragma unroll
-  for (int i = 0; i < 8; i++) square = fmaf(x[i], x[i], square);
-  return make_uint4(bf_pair(x[0] * bf_low(w.x), x[1] * bf_high(w.x)), bf_pair(x[2] * bf_low(w.y), x[3] * bf_high(w.y)),
-                    bf_pair(x[4] * bf_low(w.z), x[5] * bf_high(w.z)), bf_pair(x[6] * bf_low(w.w), x[7] * bf_high(w.w)));
-}
 DEV void store_square(Context& c, float square) {
   square += __shfl_xor_sync(~0u, square, 1);
   square += __shfl_xor_sync(~0u, square, 2);
@@ -177,40 +201,18 @@ DEV float inverse_rms(Context& c, int row) {
   for (int w = 0; w < WARPS; w++) sum += c.s.square[c.square_parity][w][row];
   return rsqrtf(sum * (1.f / HIDDEN) + c.p.eps);
 }
-// The residual of all rows, times the norm's weights (the 1 / rms is applied to the products).
-DEV void load_residual(Context& c, int word, const u8* norm, uint4 (&a)[K_HIDDEN], int stage) {
-  constexpr int BATCH = K_HIDDEN <= 8 ? K_HIDDEN : 4;
-  const bool active = c.g < c.rows;
-  const int k = c.warp * K_HIDDEN * 32 + c.q * 8;
-  const u32* x = c.now + word + c.g * HIDDEN + k;
-  float square = 0.f;
-#pragma unroll
-  for (int first = 0; first < K_HIDDEN; first += BATCH) {
-    uint4 w[BATCH], v[2 * BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) w[i] = load_constant(norm + (k + (first + i) * 32) * 2);
-    gather<2 * BATCH>(c, x + first * 32, [](int i) { return i / 2 * 32 + i % 2 * 4; }, active, v, stage);
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) a[first + i] = normed(v[2 * i], v[2 * i + 1], w[i], square);
-  }
-  store_square(c, square);
-}
-DEV void load_embedding(Context& c, const u8* norm, uint4 (&a)[K_HIDDEN]) {
-  const int k = c.warp * K_HIDDEN * 32 + c.q * 8;
-  const u8* x = c.p.embedding + ((long)c.p.tokens[c.g < c.rows ? c.g : 0] * HIDDEN + k) * 2;
-  float square = 0.f;
-#pragma unroll
-  for (int i = 0; i < K_HIDDEN; i++) {
-    uint4 e = c.g < c.rows ? load_constant(x + i * 64) : make_uint4(0, 0, 0, 0);
-    uint4 lo = make_uint4(e.x << 16, e.x & 0xffff0000u, e.y << 16, e.y & 0xffff0000u);
-    uint4 hi = make_uint4(e.z << 16, e.z & 0xffff0000u, e.w << 16, e.w & 0xffff0000u);
-    a[i] = normed(lo, hi, load_constant(norm + (k + i * 32) * 2), square);
-  }
-  store_square(c, square);
-}
 // Inputs that were published as bfloat16 pairs: attention output or activations.
 template <int K, int CHUNK>
 DEV void load_pairs(Context& c, int word, int chunk, uint4 (&a)[CHUNK], int stage) {
-  const u32* x = c.now + word + (c.g * K * 8 * 32 + (c.warp * K + chunk * CHUNK) * 32 + c.q * 8) / 2;
-  gather<CHUNK>(c, x, [](int i) { return i * 16; }, c.g < c.rows, a, stage);
+  const u32* x = c.now + c.g * ROW_WORDS + word + ((c.warp * K + chunk * CHUNK) * 32 + c.q * 8) / 2;
+  uint4 last;
+  gather<CHUNK>(c, x, 16, x + (CHUNK - 1) * 16, c.g < c.rows, a, last, stage);
+}
+// The residual times its norm, with the blocks' sums of squares (the 1 / rms is applied to the products).
+DEV void load_normed(Context& c, const u32* words, int word, int square_word, uint4 (&a)[K_HIDDEN], int stage) {
+  const u32* row = words + c.g * ROW_WORDS;
+  const u32* x = row + word + (c.warp * K_HIDDEN * 32 + c.q * 8) / 2;
+  uint4 s;
+  gather<K_HIDDEN>(c, x, 16, row + square_word + c.warp * (BLOCKS / WARPS) + c.q * 4, c.g < c.rows, a, s, stage);
+  store_square(c, (__uint_as_float(s.x) + __uint_as_float(s.y)) + (__uint_as_float(s.z) + __uint_as_float(s.w)));
 }

@@ -22,22 +22,25 @@ constexpr int LAYER_FRAGMENTS = (BLOCK_QKV / 8 + 2 * BLOCK_INTER / 8) * K_HIDDEN
 constexpr int STREAM_PAGES = (LAYERS * LAYER_FRAGMENTS + LM_TILES * K_HIDDEN) / PAGE_FRAGMENTS;
 static_assert(K_HIDDEN % PAGE_FRAGMENTS == 0 && K_QDIM % PAGE_FRAGMENTS == 0 && K_INTER % PAGE_FRAGMENTS == 0, "");
 
-// Exchange buffers of one layer, in 4-byte words. Rows are outermost, so that few rows touch few lines.
+// Exchange buffers of one row of one layer, in 4-byte words. Layer LAYERS stands for what precedes layer 0.
 constexpr u32 EMPTY = 0xffffffffu;  // a word that nobody has published; publishing never writes it
-constexpr int W_QKV = 0;
-constexpr int W_PART = W_QKV + MAX_ROWS * KV_HEADS * HEAD_ROWS;        // normalised output of each split, float32
-constexpr int W_LSE = W_PART + MAX_ROWS * KV_HEADS * SPLITS * GROUP_DIM;  // its log2 of the sum of exponentials
-constexpr int W_ATTN = W_LSE + MAX_ROWS * KV_HEADS * SPLITS * GROUP;   // attention output, bfloat16 pairs
-constexpr int W_MID = W_ATTN + MAX_ROWS * QDIM / 2;                    // residual after attention, float32
-constexpr int W_ACT = W_MID + MAX_ROWS * HIDDEN;                       // silu(gate) * up, bfloat16 pairs
-constexpr int W_OUT = W_ACT + MAX_ROWS * INTER / 2;                    // residual after the layer, float32
-constexpr int LAYER_WORDS = W_OUT + MAX_ROWS * HIDDEN;
-constexpr long STEP_WORDS = (long)LAYERS * LAYER_WORDS;
+constexpr int W_QKV = 0;                                       // projections by KV head, float32
+constexpr int W_PART = W_QKV + KV_HEADS * HEAD_ROWS;           // normalised output of each split, float32
+constexpr int W_LSE = W_PART + KV_HEADS * SPLITS * GROUP_DIM;  // its log2 of the sum of exponentials
+constexpr int W_ATTN = W_LSE + KV_HEADS * SPLITS * GROUP;      // attention output, bfloat16 pairs
+constexpr int W_MID = W_ATTN + QDIM / 2;                       // residual times the norm after attention, pairs
+constexpr int W_MID_SQUARE = W_MID + HIDDEN / 2;               // sum of squares of each block's residuals
+constexpr int W_ACT = W_MID_SQUARE + BLOCKS;                   // silu(gate) * up, bfloat16 pairs
+constexpr int W_OUT = W_ACT + INTER / 2;                       // residual times the next layer's first norm, pairs
+constexpr int W_OUT_SQUARE = W_OUT + HIDDEN / 2;
+constexpr int ROW_WORDS = W_OUT_SQUARE + BLOCKS;
+constexpr int LAYER_WORDS = MAX_ROWS * ROW_WORDS;
+constexpr long STEP_WORDS = (long)(LAYERS + 1) * LAYER_WORDS;
 
 struct Params {
   const u8* weights;          // packed stream of all layers and the output projection
   const u8* embedding;        // [VOCAB, HIDDEN] bfloat16
-  const u8* norms;            // [LAYERS, 2, HIDDEN] bfloat16, then [HIDDEN] of the last norm
+  const unsigned short* norms;  // [LAYERS, 2, HIDDEN] bfloat16, then [HIDDEN] of the last norm
   const u8* head_norms;       // [LAYERS, 2, HEAD_DIM] bfloat16 (query, key); unread without QK_NORM
   const float* rotary;        // [positions, 2, HEAD_DIM / 2]: cosine, sine
   const u64* pools;           // [LAYERS, 2] addresses of K and V
@@ -47,13 +50,13 @@ struct Params {
   const int* row_first;       // [rows] first row of the same request in this step
   const int* page_table;      // [requests, table_stride] page numbers
   u32* exchange;              // [2, STEP_WORDS], filled with EMPTY before the first step
-  u32* state;                 // parity, error, its block, its stage, blocks done, rows of the last step
+  u32* state;                 // parity, error, -, -, blocks done, rows of the last step
   float* logits;              // [rows, VOCAB]
   u64* best;                  // [MAX_ROWS] greatest logit and its token, zero between steps
   long long* next_token;      // [MAX_ROWS]
   long long* stamps;          // [BLOCKS, LAYERS + 1, STAMPS] cycle counts when STAMPS > 0
   long long slot_stride, head_stride;  // elements
-  int table_stride, page_size, rows;
-  u32 spin_limit;
+  int table_stride, page_shift, rows;
+  u32 spin_limit, zero;       // zero is 0
   float eps, head_eps;
 };

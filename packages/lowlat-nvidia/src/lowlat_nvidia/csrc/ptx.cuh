@@ -69,10 +69,17 @@ DEV bool barrier_test(u32 barrier, u32 phase) {
                : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
   return done;
 }
-DEV void copy_page(u32 to, const void* from, u32 bytes, u32 barrier) {
+// What is read once must not push out of the L2 what is exchanged.
+DEV u64 read_once_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEV void copy_page(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
 // d += A b with A 16x16 (rows 8..15 zero) and B 16x8. Lane (g, q) = (lane / 4, lane % 4) gives A[g][2q, 2q+1] in a0,
@@ -82,6 +89,16 @@ DEV void mma(float (&d)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(0u), "r"(a1), "r"(0u), "r"(b0), "r"(b1));
+}
+// The same with 8 columns of A: lane (g, q) gives A[g][2q, 2q+1] and B[2q, 2q+1][g].
+DEV void mma8(float (&d)[4], u32 a, u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a), "r"(0u), "r"(b));
+}
+// 16 bytes to shared memory, or zeros, without waiting.
+DEV void copy_async(u32 to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
 }
 DEV void block_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 DEV long long clock_now() {

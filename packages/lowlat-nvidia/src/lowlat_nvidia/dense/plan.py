@@ -14,6 +14,7 @@ WARPS = 8
 MAX_ROWS = 8
 FRAGMENT_BYTES = 512  # 8 weight rows x 32 inputs in bfloat16
 SHARED_LIMIT = 227 * 1024
+KNOWN_SLOTS = 128  # tokens of a split whose cache slots a block keeps
 
 
 class Unsupported(ValueError):
@@ -134,10 +135,14 @@ def chunk_fragments(inputs: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """A shape with the choices that tune it. `window` is the number of page copies in flight for each warp."""
+    """A shape with the choices that tune it.
+
+    `window` is the number of page copies in flight for each warp, `units` of blocks of 8 cached tokens.
+    """
 
     shape: DenseShape
-    ring_bytes: int = 160 * 1024
+    ring_bytes: int = 96 * 1024
+    units: int = 2
     window: int = 2
     stamps: int = 0
 
@@ -154,20 +159,25 @@ class DensePlan:
         return self.ring_bytes // (WARPS * self.page_bytes)
 
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: partial sums, mailboxes of the ring, the ring."""
-        fixed = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + WARPS * 8 * 2)
-        fixed += 2 * 8 * WARPS * self.ring_pages
-        return -(-fixed // 128) * 128 + WARPS * self.ring_pages * self.page_bytes
+        """Dynamic shared memory of a block: partial sums, rows' constants, queries, mailboxes of the ring, the ring."""
+        s = self.shape
+        sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + WARPS * 8 * 2)
+        control = MAX_ROWS * (5 * 4 + 8 + 4 * KNOWN_SLOTS + 4 * s.head_dim)
+        control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
+        heads = MAX_ROWS * (2 * s.qdim // s.kv_heads + 4 * s.head_dim)
+        fixed = sums + control + heads + 2 * 8 * WARPS * self.ring_pages
+        units = WARPS * self.units * 32 * s.head_dim
+        return -(-(fixed + 64) // 128) * 128 + WARPS * self.ring_pages * self.page_bytes + units
 
     def layer_words(self) -> int:
         """4-byte words of one layer's exchange buffers."""
         s = self.shape
         splits = BLOCKS // s.kv_heads
-        one_row = s.kv_heads * s.head_rows + splits * (s.qdim + s.q_heads)
-        return MAX_ROWS * (one_row + s.qdim // 2 + 2 * s.hidden + s.inter // 2)
+        row = s.kv_heads * s.head_rows + splits * (s.qdim + s.q_heads)
+        return MAX_ROWS * (row + s.qdim // 2 + s.hidden + 2 * BLOCKS + s.inter // 2)
 
     def exchange_words(self) -> int:
-        return 2 * self.shape.layers * self.layer_words()
+        return 2 * (self.shape.layers + 1) * self.layer_words()
 
     def stream_pages(self) -> int:
         """Pages that each warp reads in a step."""
@@ -194,5 +204,7 @@ class DensePlan:
             "PAGE_FRAGMENTS": self.page_fragments,
             "RING_PAGES": self.ring_pages,
             "WINDOW": self.window,
+            "UNITS": self.units,
             "STAMPS": self.stamps,
+            "SHARED_BYTES": self.shared_bytes(),
         }

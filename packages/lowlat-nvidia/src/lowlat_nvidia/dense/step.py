@@ -36,9 +36,10 @@ class _Params(ctypes.Structure):
         ("slot_stride", ctypes.c_longlong),
         ("head_stride", ctypes.c_longlong),
         ("table_stride", ctypes.c_int),
-        ("page_size", ctypes.c_int),
+        ("page_shift", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("spin_limit", ctypes.c_uint),
+        ("zero", ctypes.c_uint),
         ("eps", ctypes.c_float),
         ("head_eps", ctypes.c_float),
     )
@@ -99,12 +100,14 @@ class DenseStep:
                 raise ValueError("KV pools must be bfloat16 with equal strides and contiguous heads")
         if first.stride(0) % 8 or first.stride(1) % 8:
             raise ValueError(f"KV strides {first.stride()} must be multiples of 8 elements")
+        if page_size < 1 or page_size & (page_size - 1):
+            raise ValueError(f"page size {page_size} is not a power of two")
         self._pools = pools
         self._addresses = torch.tensor(
             [[k.data_ptr(), v.data_ptr()] for k, v in pools], dtype=torch.int64, device=first.device
         )
         self._slot_stride, self._head_stride = first.stride(0), first.stride(1)
-        self._page_size = page_size
+        self._page_shift = page_size.bit_length() - 1
 
     def parameters(self, step: StepTensors) -> _Params:
         rows = len(step.tokens_R)
@@ -118,7 +121,7 @@ class DenseStep:
         eps = self.plan.shape.eps
         return _Params(
             *(tensor.data_ptr() for tensor in tensors), self._slot_stride, self._head_stride,
-            step.page_table_QP.stride(0), self._page_size, rows, self.spin_limit, eps, eps,
+            step.page_table_QP.stride(0), self._page_shift, rows, self.spin_limit, 0, eps, eps,
         )  # fmt: skip
 
     def run(self, step: StepTensors, stream: int | None = None) -> Tensor:
@@ -129,6 +132,7 @@ class DenseStep:
 
     def check(self) -> None:
         """Waits for the step. Raises StepDeadline naming the block and stage that gave up."""
-        _, error, block, stage = self.state[:4].tolist()
+        error = int(self.state[1])
         if error:
+            block, stage = divmod(error - 1, 16)
             raise StepDeadline(f"block {block} gave up waiting for the input of stage '{STAGES[stage]}'; call reset()")
