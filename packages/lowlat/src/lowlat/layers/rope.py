@@ -50,8 +50,7 @@ def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) ->
     if kind == "llama3":
         return _llama3(base, scaling), 1.0
     if kind == "yarn":
-        factor = scaling.get("attention_factor") or 0.1 * math.log(scaling["factor"]) + 1.0
-        return _yarn(base, theta, scaling), factor
+        return _yarn(base, theta, scaling), _yarn_scale(scaling)
     raise ValueError(f"rope scaling {kind!r} is not supported; known: default, linear, llama3, yarn")
 
 
@@ -64,11 +63,25 @@ def _yarn(base: torch.Tensor, theta: float, scaling: dict[str, Any]) -> torch.Te
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(dimension(scaling.get("beta_slow", 1))), head_dim - 1)
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     interpolated = ((torch.arange(len(base), dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     result: torch.Tensor = base * (1 - interpolated) + base / scaling["factor"] * interpolated
     return result
+
+
+def _yarn_scale(scaling: dict[str, Any]) -> float:
+    """Factor on cosine and sine: as given, or 0.1 m ln(factor) + 1, for a ratio of two m where there are two."""
+    if given := scaling.get("attention_factor"):
+        return float(given)
+
+    def grown(m: float) -> float:
+        return 0.1 * m * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+
+    m, m_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return grown(m) / grown(m_all) if m and m_all else grown(1.0)
 
 
 def _llama3(base: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:

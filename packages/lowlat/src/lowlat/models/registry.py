@@ -6,12 +6,27 @@ from typing import TYPE_CHECKING
 
 from lowlat.models.base import BuildContext, LoadProgress, Model, ModelFactory
 from lowlat.models.config import UnsupportedModelError
-from lowlat.models.llama import Llama
+from lowlat.models.gemma3 import gemma3
+from lowlat.models.gpt_oss import gpt_oss
+from lowlat.models.llama import llama
+from lowlat.models.mixtral import mixtral
+from lowlat.models.qwen2 import qwen2
+from lowlat.models.qwen3 import qwen3
+from lowlat.models.qwen3_moe import qwen3_moe
 
 if TYPE_CHECKING:
     from lowlat.models.loading.checkpoint import Checkpoint
 
-MODELS: dict[str, ModelFactory] = {"LlamaForCausalLM": Llama}
+MODELS: dict[str, ModelFactory] = {
+    "Gemma3ForCausalLM": gemma3,
+    "GptOssForCausalLM": gpt_oss,
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": llama,
+    "MixtralForCausalLM": mixtral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+}
 
 
 def build_model(checkpoint: Checkpoint, build: BuildContext, progress: LoadProgress) -> Model:

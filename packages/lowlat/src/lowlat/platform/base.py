@@ -11,7 +11,7 @@ class PackedLinear(Protocol):
     """A weight in the form that a platform multiplies fastest: [rows, in] -> [rows, out]."""
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
+        """Multiply, and add the bias where there is one."""
 
 
 class Platform(Protocol):
@@ -25,7 +25,7 @@ class Platform(Protocol):
     min_rows: int
     """Steps with fewer rows are padded to this many, where the device computes more rows faster than fewer."""
 
-    def pack(self, weight_OI: torch.Tensor) -> PackedLinear:
+    def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> PackedLinear:
         """Prepare a weight [out, in] for multiplication; it may be copied, so drop the original afterwards."""
 
     def memory_available(self) -> int:

@@ -23,9 +23,9 @@ class CpuPlatform:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def pack(self, weight_OI: torch.Tensor) -> _CpuLinear:
+    def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> _CpuLinear:
         """Reorder a weight [out, in] into oneDNN's blocked form, where this build of PyTorch has it."""
-        return _CpuLinear(weight_OI)
+        return _CpuLinear(weight_OI, bias_O)
 
     def memory_available(self) -> int:
         """Half of the memory that the operating system calls available, in bytes."""
@@ -44,9 +44,10 @@ class CpuPlatform:
 
 
 class _CpuLinear:
-    """x_RI @ weight_OI.T without bias."""
+    """x_RI @ weight_OI.T + bias_O."""
 
-    def __init__(self, weight_OI: torch.Tensor) -> None:
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self._bias_O = bias_O
         self._packed: torch.Tensor | None = None
         self._weight_OI: torch.Tensor | None = None
         if _onednn_packs(weight_OI.dtype):
@@ -57,10 +58,10 @@ class _CpuLinear:
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
-            product_RO: torch.Tensor = self._multiply(x_RI, self._packed, None, "none", [], "")
+            product_RO: torch.Tensor = self._multiply(x_RI, self._packed, self._bias_O, "none", [], "")
             return product_RO
         assert self._weight_OI is not None
-        return F.linear(x_RI, self._weight_OI)
+        return F.linear(x_RI, self._weight_OI, self._bias_O)
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
