@@ -4,10 +4,14 @@ and after every broken library that was tried in the same engine."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
+import tokenizers
+import torch
+import transformers
 
 pytest.importorskip("lowlat_cpu", reason="install examples/lowlat-cpu")
 from broken_cpu_kernels import CASES, spec_of
@@ -164,3 +168,55 @@ def test_a_library_that_is_required_and_missing_stops_the_start():
 def test_reports_survive_json(fast):
     report = fast._core.low_latency.report()
     assert msgspec.json.decode(msgspec.json.encode(report), type=type(report)) == report
+
+
+def test_ranks_in_processes_of_their_own_refuse_together_and_serve(tmp_path, monkeypatch):
+    """One rank's probe throws: both refuse by name, over the engine's own process group, and the answer is right."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=101,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text(byte_tokenizer(101))
+    info = tmp_path / "site/one_rank_breaks-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: one-rank-breaks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lowlat.kernels]\nbroken = one_rank_breaks:SPECS\n")
+    (tmp_path / "site/one_rank_breaks.py").write_text(
+        "import platform\nfrom lowlat_plugin import DeviceLimits\nfrom plugin_zoo import zoo_spec\n"
+        "limits = DeviceLimits(frozenset({1, 2}), frozenset({1, 2}))\n"
+        "SPECS = zoo_spec('ProbeRaisesOnRank1', devices={platform.machine(): limits})\n"
+    )
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(here)]))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    settings = {"model": str(tmp_path / "model"), "dtype": "float32", "threads": 1, "kv_tokens": 64, "max_batch": 2}
+    sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    with Engine(**settings, low_latency="off") as engine:
+        alone = engine.generate([1, 2, 3], sampling).token_ids
+    with Engine(**settings, tensor_parallel=2) as engine:
+        together = engine.generate([1, 2, 3], sampling).token_ids
+        report = engine._core.low_latency.report()
+    assert report.kernels == "one-rank-breaks/proberaisesonrank1"
+    assert [(r.code, r.rank) for r in report.reasons] == [("raised", 1)]
+    assert "no peer access" in report.reasons[0].found
+    assert together == alone
+    with pytest.raises(SetupError, match="rank 1"):
+        Engine(**settings, tensor_parallel=2, low_latency="require")
+
+
+def byte_tokenizer(size: int) -> str:
+    """A tokenizer.json of `size` single bytes."""
+    tokens = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:size]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({token: n for n, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return str(tokenizer.to_str())

@@ -1,0 +1,1 @@
+"""Adapters: the same kernel libraries inside other engines. Nothing here is imported unless that engine asks."""
