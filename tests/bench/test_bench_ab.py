@@ -3,6 +3,7 @@ refused."""
 
 import json
 import pathlib
+import subprocess
 import sys
 import urllib.request
 
@@ -87,6 +88,23 @@ def test_a_failed_request_stops_the_comparison(monkeypatch):
     loads = ab.long_prompt_loads((1,), input_tokens=20, output_tokens=12, requests=1)
     with pytest.raises(RuntimeError, match="out of pages"):
         ab.run_ab(sides(), loads, rounds=1)
+
+
+def test_sigterm_ends_the_server_too():
+    code = (
+        "import sys, time\n"
+        "from lowlat.bench.local_server import local_server\n"
+        f"with local_server([], command={SCRIPTED!r}) as server:\n"
+        "    print(server.process.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    outer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    server = int(outer.stdout.readline())
+    assert pathlib.Path(f"/proc/{server}").exists()
+    outer.terminate()
+    assert outer.wait(timeout=30) == 143
+    outer.stdout.close()
+    assert not pathlib.Path(f"/proc/{server}").exists()
 
 
 def test_a_server_that_does_not_start_says_why():

@@ -49,7 +49,7 @@ def test_step_prints_a_table_saves_and_prints_json(tmp_path):
     )
     table = lowlat(*common, "--save", "--results", tmp_path)
     assert "| workload | general | torch-eager-graph | read-floor |" in table.stdout
-    (path,) = tmp_path.glob("bench-step-*.json")
+    (path,) = tmp_path.glob("step-tiny-random-*.json")
     assert results.load(path).rows[0].workload == "tiny"
     printed = json.loads(lowlat(*common, "--json", "--arms", "general").stdout)
     assert [row["arm"] for row in printed["rows"]] == ["general"]
@@ -150,7 +150,7 @@ def test_compare_gate_and_report_through_files(tmp_path):
     assert readme.read_text() == f"# title\n{BEGIN}\n{END}\n", "--check changes nothing"
     lowlat("report", "--readme", readme, "--results", folder)
     lowlat("report", "--check", "--readme", readme, "--results", folder)
-    assert "bench-step" in readme.read_text()
+    assert "step-tiny-random" in readme.read_text()
     drawn = lowlat("report", "--plots", tmp_path / "plots", "--results", folder).stdout.split()
     assert {pathlib.Path(path).suffix for path in drawn} == {".png", ".svg"}
     (folder / "broken.json").write_text("{}")

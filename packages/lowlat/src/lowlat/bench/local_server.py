@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -72,6 +73,28 @@ def local_server(
     `command` may name another server that takes `--port`. Raises ServerStartError where it ends early or is not ready
     within `start_s` seconds.
     """
+    with _ended_by_sigterm():
+        yield from _run(arguments, start_s, command)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind this process as Ctrl-C does: otherwise it would end without ending the server."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(arguments: Sequence[str], start_s: float, command: Sequence[str]) -> Iterator[LocalServer]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="lowlat-bench-") as folder:

@@ -248,14 +248,16 @@ def check(result: Result, source: str = "result") -> Result:
     return result
 
 
-def _slug(text: str) -> str:
+def slug(*parts: str) -> str:
+    """Words of `parts` in lower case, joined by hyphens: how results and their files are named."""
+    text = " ".join(parts)
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def file_name(result: Result) -> str:
     """`<subject>-<machine>-<date>.json`; several GPUs show as `4x-nvidia-h200`."""
     machine = result.machine
-    name = _slug(machine.gpu) if machine.gpus else _slug(re.sub(r"\(.*?\)|CPU|Processor|@.*", " ", machine.cpu))
+    name = slug(machine.gpu) if machine.gpus else slug(re.sub(r"\(.*?\)|CPU|Processor|@.*", " ", machine.cpu))
     count = f"{machine.gpus}x-" if machine.gpus > 1 else ""
     return f"{result.name}-{count}{name or 'unknown'}-{result.date[:10]}.json"
 

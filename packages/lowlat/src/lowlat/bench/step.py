@@ -11,7 +11,7 @@ import msgspec
 from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
 from lowlat.bench.presets import DEEPSEEK_V41, find_shape
-from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, save
+from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, save, slug
 from lowlat.bench.roofline import StepBytes, dense_step_bytes, v41_step_bytes
 from lowlat.bench.stats import alternate
 
@@ -153,17 +153,19 @@ def run_step(options: StepOptions, say: Say = lambda _: None, *, command: str | 
     for row in rows:
         if row.bytes:
             row.ceiling_fraction = round(row.bytes / (row.median * ceiling.tb_s * 1e6), 4)
+    subject = options.model if options.model == DEEPSEEK_V41 else find_shape(options.model, options.layers).name
     if "read-floor" in options.arms:
-        name = options.model if options.model == DEEPSEEK_V41 else find_shape(options.model, options.layers).name
         dtype = "fp8+fp4" if options.model == DEEPSEEK_V41 else options.dtype
         rows += [
-            _floor_row(options, r, context, ceiling, name, dtype) for r in options.rows for context in options.contexts
+            _floor_row(options, r, context, ceiling, subject, dtype)
+            for r in options.rows
+            for context in options.contexts
         ]
     if not rows:
         reasons = "; ".join(f"{arm}: {reason}" for arm, reason in unavailable.items())
         raise RuntimeError(f"no arm could run ({reasons})")
     result = new_result(
-        "bench-step",
+        slug("step", subject, *(() if options.model_folder else ("random",))),
         simulated=Simulated(weights=options.model_folder is None),
         read_ceiling_tb_s=ceiling.tb_s,
         command=command,

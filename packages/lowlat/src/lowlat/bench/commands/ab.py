@@ -21,7 +21,7 @@ from lowlat.bench.commands.common import (
     random_weights,
     say,
 )
-from lowlat.bench.results import Simulated, new_result
+from lowlat.bench.results import Simulated, new_result, slug
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +101,8 @@ def ab(
         end_progress()
         measure.check_covered(outcome, least_covered)
         print(f"kernels computed {outcome.covered.share:.1%} of the low-latency server's steps", file=sys.stderr)
-        result = new_result("ab", simulated=Simulated(weights=simulated, acceptance=acceptance))
+        result = new_result(
+            slug("ab", preset, pathlib.Path(model).name), simulated=Simulated(weights=simulated, acceptance=acceptance)
+        )
         result.rows = measure.ab_rows(outcome, sides, loads)
         finish(result, as_json=as_json, save_it=save, folder=results)

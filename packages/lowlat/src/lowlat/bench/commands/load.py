@@ -23,7 +23,7 @@ from lowlat.bench.commands.common import (
     random_weights,
     say,
 )
-from lowlat.bench.results import ARMS, Row, Simulated, new_result
+from lowlat.bench.results import ARMS, Row, Simulated, new_result, slug
 
 if TYPE_CHECKING:
     from lowlat.bench.load.client import Client
@@ -229,7 +229,7 @@ def serve(
             print(_describe(summarize(records, targets)), file=sys.stderr)
             shown = name if users is not None else f"{name}, open loop" + (f" at {rate:g}/s" if rate else "")
             rows += load_rows(records, workload=shown, arm=target.arm, concurrency=users or 1, targets=targets)
-        result = new_result("serve", simulated=Simulated(weights=simulated))
+        result = new_result(slug("serve", target.model), simulated=Simulated(weights=simulated))
         result.rows = rows
         finish(result, as_json=as_json, save_it=save, folder=results)
 
@@ -338,6 +338,6 @@ def replay(
             )
             name = workload or f"replay of {place.name}"
             rows += replay_rows(outcome, workload=name, arm=target.arm, concurrency=users, targets=targets)
-        result = new_result("replay", simulated=Simulated(weights=simulated))
+        result = new_result(slug("replay", target.model), simulated=Simulated(weights=simulated))
         result.rows = rows
         finish(result, as_json=as_json, save_it=save, folder=results)

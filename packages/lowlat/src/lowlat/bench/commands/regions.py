@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lowlat.bench.commands.common import AsJson, Folder, Save, end_progress, finish, plain_errors, say
-from lowlat.bench.results import Simulated, new_result
+from lowlat.bench.results import Simulated, new_result, slug
 
 EPILOG = """
 Examples:
@@ -60,8 +60,11 @@ def regions(
             shape=find_shape(model, layers), requests=rows, context=context, device=place, model=model_folder,
             dtype=dtype or ("float32" if place == "cpu" else "bfloat16"), steps=32,
         )  # fmt: skip
+        words = () if model_folder else ("random",)
         result = new_result(
-            "regions", simulated=Simulated(weights=model_folder is None), gpus=0 if place == "cpu" else 1
+            slug("regions", case.shape.name, *words),
+            simulated=Simulated(weights=model_folder is None),
+            gpus=0 if place == "cpu" else 1,
         )
         measured = []
         for name in filter(None, arms.split(",")):
