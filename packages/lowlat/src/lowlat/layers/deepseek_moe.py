@@ -69,7 +69,7 @@ def mixture(
     A row's experts are added in the order of their ids, so its sum does not depend on other rows.
     """
     out_RH = torch.zeros_like(x_RH)
-    for index in ids_RK.unique().tolist():
+    for index in sorted(set(ids_RK.flatten().tolist())):
         rows, place = (ids_RK == index).nonzero(as_tuple=True)
         part = expert_output(x_RH[rows], experts[index], limit, numerics, weights_RK[rows, place])
         out_RH.index_add_(0, rows, part)
