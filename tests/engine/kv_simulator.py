@@ -14,7 +14,7 @@ from lowlat.cache.prefix import PrefixCache
 from lowlat.engine.batch import PlanLimits, StepPlan
 from lowlat.engine.core import EngineCore
 from lowlat.engine.executor import StepResult
-from lowlat.engine.request import GenerateRequest, SamplingParams
+from lowlat.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from lowlat.engine.scheduler import Scheduler
 
 VOCABULARY = 50
@@ -85,6 +85,11 @@ class KVSimulator:
         for slot, first, pages in plan.pages:
             self.tables[slot][first : first + len(pages)] = pages
         sampled: list[tuple[int, int]] = []
+        scores = [
+            [TokenLogprobs(float(token), 1, [], []) for token in chunk.targets if token >= 0]
+            for chunk in plan.chunks
+            if chunk.targets
+        ]
         written: set[int] = set()
         for chunk in plan.chunks:
             for offset, token in enumerate(chunk.tokens):
@@ -102,7 +107,7 @@ class KVSimulator:
             self.tokens[slot] = token
         assert len({slot for slot, _ in sampled}) == len(sampled), "a slot is sampled twice in a step"
         self.most_chunks = max(self.most_chunks, len(plan.chunks))
-        self.results.append((StepResult(plan.step, [token for _, token in sampled]), written))
+        self.results.append((StepResult(plan.step, [token for _, token in sampled], None, scores), written))
 
     def collect(self, timeout: float | None) -> StepResult | None:
         return self.results.popleft()[0] if self.results else None

@@ -21,15 +21,18 @@ class Events:
         self.scheduler = self.core.scheduler
         self.live: dict[str, GenerateRequest] = {}
         self.answers: dict[str, list[int]] = {}
+        self.scores: dict[str, list[float]] = {}
         self.count = 0
         self.finished = 0
 
-    def submit(self, prompt: list[int], max_tokens: int, priority: int = 0) -> None:
-        request = make_request(f"r{self.count}", prompt, max_tokens, priority=priority)
+    def submit(self, prompt: list[int], max_tokens: int, priority: int = 0, scored: bool = False) -> None:
+        prompt_logprobs = 0 if scored else None
+        request = make_request(f"r{self.count}", prompt, max_tokens, priority=priority, prompt_logprobs=prompt_logprobs)
         self.count += 1
         self.core.submit(request)
         self.live[request.id] = request
         self.answers[request.id] = []
+        self.scores[request.id] = []
 
     def launch(self) -> None:
         plan = self.scheduler.schedule()
@@ -39,7 +42,7 @@ class Events:
     def collect(self) -> None:
         result = self.device.collect(None)
         if result is not None:
-            self.scheduler.commit(result.step, result.tokens, result.logprobs)
+            self.scheduler.commit(result.step, result.tokens, result.logprobs, result.prompt_logprobs)
 
     def abort(self, name: str) -> None:
         assert self.core.abort(name)
@@ -50,6 +53,8 @@ class Events:
             request = self.live[output.id]
             answer = self.answers[output.id]
             answer.extend(output.token_ids)
+            scores = self.scores[output.id]
+            scores.extend(entry.logprob for entry in output.prompt_logprobs or [])
             expected = solo_answer(request)
             assert answer == expected[: len(answer)]
             if output.finish_reason is None:
@@ -57,6 +62,8 @@ class Events:
             del self.live[output.id]
             if output.finish_reason != FinishReason.ABORT:
                 assert answer == expected
+                # The simulator scores a token by itself: each prompt token but the first, once, in order.
+                assert scores == (request.prompt_ids[1:] if request.sampling.prompt_logprobs is not None else [])
                 self.finished += 1
         self.scheduler.check()
         self.device.check()
@@ -94,7 +101,7 @@ def test_ten_thousand_random_events(shape: dict[str, int], depth: int):
         kind = rng.random()
         if kind < 0.12 and len(events.live) < 12:
             prompt = rng.choice(bases)[: rng.randrange(1, 40)] + [rng.randrange(2) for _ in range(rng.randrange(4))]
-            events.submit(prompt, rng.randrange(1, 20), rng.choice([0, 0, 0, 1, 2]))
+            events.submit(prompt, rng.randrange(20), rng.choice([0, 0, 0, 1, 2]), rng.random() < 0.2)
         elif kind < 0.15 and events.live:
             events.abort(rng.choice(sorted(events.live)))
         elif kind < 0.6 and events.scheduler.in_flight < depth:
@@ -120,11 +127,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.integers(0, 20),
         priority=st.integers(0, 2),
+        scored=st.booleans(),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: int) -> None:
-        self.events.submit(prompt, max_tokens, priority)
+    def submit(self, prompt: list[int], max_tokens: int, priority: int, scored: bool) -> None:
+        self.events.submit(prompt, max_tokens, priority, scored)
 
     @precondition(lambda self: self.events.scheduler.in_flight < 4)
     @rule()

@@ -156,7 +156,7 @@ def test_chunks_and_decodes_share_steps():
 
 def test_requests_that_never_fit_are_refused():
     core, _ = make_core(pages=4, page_size=4)
-    for prompt, max_tokens in (([], 1), ([1], 0), ([1] * 10, 7)):
+    for prompt, max_tokens in (([], 1), ([1], -1), ([1] * 10, 7)):
         with pytest.raises(ValueError, match="at most 16"):
             core.submit(make_request("a", prompt, max_tokens))
     core.submit(make_request("a", [1] * 10, 6))

@@ -13,7 +13,13 @@ import msgspec
 from lowlat.engine.build import Progress, build_engine
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.executor import ExecutorError
-from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, SamplingParams
+from lowlat.engine.request import (
+    FinishReason,
+    GenerateRequest,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from lowlat.text.chat import ChatTemplateError
 from lowlat.text.output import Delta, OutputAssembler, TokenLogprob
 
@@ -44,6 +50,8 @@ class Generation(msgspec.Struct, frozen=True):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    """For each prompt token but the first, where they were asked for."""
     finish_reason: str
     stop_reason: str | int | None
     usage: Usage
@@ -187,6 +195,7 @@ class _Run:
         self.request = request
         self._assembler = assembler
         self._deltas: list[Delta] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._times: list[float] = []
         self._cached_tokens = 0
         self._queue_s = 0.0
@@ -195,10 +204,12 @@ class _Run:
         """Take in what a step brought."""
         if output.error is not None:
             raise RuntimeError(output.error)
+        self._prompt_logprobs.extend(output.prompt_logprobs or [])
         if output.token_ids:
             self._times.append(time.monotonic())
             self._cached_tokens, self._queue_s = output.cached_tokens, output.queue_s
-        delta = self._assembler.push(output.token_ids, output.logprobs, output.finish_reason, output.stop_token_id)
+        entries = output.logprobs if output.token_ids else []
+        delta = self._assembler.push(output.token_ids, entries, output.finish_reason, output.stop_token_id)
         self._deltas.append(delta)
         return delta
 
@@ -210,6 +221,7 @@ class _Run:
             text="".join(delta.text for delta in self._deltas),
             token_ids=[token for delta in self._deltas for token in delta.token_ids],
             logprobs=entries if self.request.sampling.logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs if self.request.sampling.prompt_logprobs is not None else None,
             finish_reason=last.finish_reason or "",
             stop_reason=last.stop_reason,
             usage=Usage(len(self.request.prompt_ids), last.completion_tokens, self._cached_tokens),

@@ -46,9 +46,12 @@ class PrefixCache:
         """Pages that could be handed out now, evicting what nobody uses."""
         return self.pool.free + self.tree.evictable
 
-    def begin(self, tokens: Sequence[int], salt: str = "") -> Lease:
-        """Start a request with `tokens`: lock the longest cached prefix that leaves at least one token to compute."""
-        reusable = (len(tokens) - 1) // self.page_size * self.page_size if self.enabled else 0
+    def begin(self, tokens: Sequence[int], salt: str = "", *, reuse: bool = True) -> Lease:
+        """Start a request with `tokens`: lock the longest cached prefix that leaves at least one token to compute.
+
+        Without `reuse`, all tokens are computed anew.
+        """
+        reusable = (len(tokens) - 1) // self.page_size * self.page_size if self.enabled and reuse else 0
         pages, node = self.tree.match(tokens[:reusable], salt)
         self.tree.lock(node)
         return Lease(pages, node, len(pages) * self.page_size, salt)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 _HEADER = 8
-_SAMPLING = 8
+_SAMPLES, _SCORES = 1, 2
 
 
 class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,14 +33,14 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> int:
         """32-bit words of a record."""
-        begins = self.max_batch * _SAMPLING
+        begins = self.max_batch
         pages = 2 * self.max_batch * 3 + self.page_budget
         chunks = self.max_batch * 4 + self.max_rows
         return _HEADER + begins + pages + chunks + self.max_batch
 
 
 class SlotSampling(msgspec.Struct, frozen=True):
-    """Sampling settings of a request, as the device keeps them for its slot."""
+    """Sampling settings of a request, as rank 0 keeps them for its slot. See `SamplingParams` for their meaning."""
 
     temperature: float
     top_k: int
@@ -49,15 +49,35 @@ class SlotSampling(msgspec.Struct, frozen=True):
     """64 bits; the random number of a token depends on this and on its position alone."""
     logprobs: int
     """-1: none; 0: the chosen token's; n: and the n most likely."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    banned: tuple[int, ...] = ()
+    """Tokens that must not be chosen for positions before `banned_until`."""
+    banned_until: int = 0
+    prompt: tuple[int, ...] = ()
+    """Tokens before the answer, and `answer`, those of it so far: given only where penalties need them."""
+    answer: tuple[int, ...] = ()
+
+
+GREEDY = SlotSampling(0.0, 0, 1.0, 0, -1)
 
 
 class PrefillChunk(msgspec.Struct):
-    """Prompt tokens of one request to compute in a step; `sample` when they reach the end of the prompt."""
+    """Prompt tokens of one request to compute in a step; `sample` when they reach the end of the prompt.
+
+    With `targets`, as many as `tokens`, the log-probability of each is wanted at its row (-1: none there), and
+    `logprobs` of the most likely tokens beside it.
+    """
 
     slot: int
     start: int
     tokens: list[int]
     sample: bool
+    targets: list[int] = []
+    logprobs: int = 0
 
 
 class StepPlan(msgspec.Struct):
@@ -88,25 +108,23 @@ class StepPlan(msgspec.Struct):
 
 
 def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] | None) -> None:
-    """Write `plan` into `record` (int32 words of one `PlanLimits`).
+    """Write what ranks other than 0 need of `plan` into `record` (int32 words of one `PlanLimits`).
 
+    Rank 0 samples and scores for all, so sampling settings and targets stay with it.
     `previous_decodes` are the decode slots of the plan written before: when they are the same they are not repeated.
     """
     same = previous_decodes == plan.decodes
     position = _HEADER
-    for slot, sampling in plan.begins:
+    for slot, _ in plan.begins:
         record[position] = slot
-        record[position + 1 : position + 3].view(np.float32)[:] = (sampling.temperature, sampling.top_p)
-        record[position + 3] = sampling.top_k
-        record[position + 4] = sampling.logprobs
-        record[position + 5 : position + 7].view(np.uint32)[:] = (sampling.seed & 0xFFFFFFFF, sampling.seed >> 32)
-        position += _SAMPLING
+        position += 1
     for slot, first, pages in plan.pages:
         record[position : position + 3] = (slot, first, len(pages))
         record[position + 3 : position + 3 + len(pages)] = pages
         position += 3 + len(pages)
     for chunk in plan.chunks:
-        record[position : position + 4] = (chunk.slot, chunk.start, len(chunk.tokens), chunk.sample)
+        wants = (_SAMPLES if chunk.sample else 0) | (_SCORES if chunk.targets else 0)
+        record[position : position + 4] = (chunk.slot, chunk.start, len(chunk.tokens), wants)
         record[position + 4 : position + 4 + len(chunk.tokens)] = chunk.tokens
         position += 4 + len(chunk.tokens)
     if not same:
@@ -124,18 +142,13 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
 
 
 def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepPlan:
-    """Read what `encode_plan` wrote; `previous_decodes` as there."""
+    """Read what `encode_plan` wrote; `previous_decodes` as there. Settings are greedy, targets are -1."""
     step, begin_count, page_count, chunk_count, decode_count, same, general, _ = record[:_HEADER].tolist()
     position = _HEADER
     begins = []
     for _ in range(begin_count):
-        temperature, top_p = record[position + 1 : position + 3].view(np.float32).tolist()
-        low, high = record[position + 5 : position + 7].view(np.uint32).tolist()
-        sampling = SlotSampling(
-            temperature, int(record[position + 3]), top_p, low | high << 32, int(record[position + 4])
-        )
-        begins.append((int(record[position]), sampling))
-        position += _SAMPLING
+        begins.append((int(record[position]), GREEDY))
+        position += 1
     pages = []
     for _ in range(page_count):
         slot, first, count = record[position : position + 3].tolist()
@@ -143,8 +156,10 @@ def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepP
         position += 3 + count
     chunks = []
     for _ in range(chunk_count):
-        slot, start, count, sample = record[position : position + 4].tolist()
-        chunks.append(PrefillChunk(slot, start, record[position + 4 : position + 4 + count].tolist(), bool(sample)))
+        slot, start, count, wants = record[position : position + 4].tolist()
+        tokens = record[position + 4 : position + 4 + count].tolist()
+        targets = [-1] * count if wants & _SCORES else []
+        chunks.append(PrefillChunk(slot, start, tokens, bool(wants & _SAMPLES), targets))
         position += 4 + count
     if same:
         assert previous_decodes is not None

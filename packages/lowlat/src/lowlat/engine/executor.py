@@ -20,6 +20,8 @@ class StepResult(msgspec.Struct):
     step: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[list[TokenLogprobs]] | None = None
+    """For each chunk with targets, in order: one entry for each target that is a token."""
 
 
 class ExecutorError(Exception):

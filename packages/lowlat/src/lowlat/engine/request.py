@@ -19,19 +19,35 @@ class FinishReason(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens of one request are chosen.
 
-    Doors validate user input; the engine trusts these values. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1
-    switch those filters off. Log-probabilities are taken before temperature and filters.
+    Doors validate user input; the engine trusts these values. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and
+    `min_p` 0 switch those filters off. Logits are changed in this order: bias, penalties, `min_tokens`, temperature,
+    top-k, top-p, min-p. Log-probabilities are the model's own, taken before all of these.
     """
 
     max_tokens: int = 16
+    """0 only scores the prompt."""
+    min_tokens: int = 0
+    """Stop and end-of-sequence tokens cannot be chosen before so many tokens."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Least probability of a token, as a part of the most likely one's."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt and the answer (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the answer holds."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that the answer holds it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no log-probabilities; 0: the chosen token's; n: and those of the n most likely tokens."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first. The whole prompt is computed then, whatever is cached."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +83,8 @@ class RequestOutput(msgspec.Struct, array_like=True):
     """The stop or end-of-sequence token that ended the request; it is the last of `token_ids`."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For the next prompt tokens, in order; the first prompt token has none."""
     queue_s: float = 0.0
     """Seconds between arrival and the first step that computed something for this request."""
     error: str | None = None

@@ -10,16 +10,15 @@ import numpy as np
 import torch
 
 from lowlat.cache.layout import KVPool
-from lowlat.engine.batch import PlanLimits, SlotSampling, StepPlan
+from lowlat.engine.batch import GREEDY, PlanLimits, StepPlan
 from lowlat.engine.executor import StepResult
+from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.request import TokenLogprobs
-from lowlat.engine.sampler import sample
+from lowlat.engine.sampler import sample, token_logprobs
 from lowlat.layers.step import DecodeGroup, Segment, StepInputs
 from lowlat.models.base import Model
 from lowlat.parallel.group import Communicator
-
-_GREEDY = SlotSampling(0.0, 0, 1.0, 0, -1)
 
 
 class ModelRunner:
@@ -36,7 +35,8 @@ class ModelRunner:
         self._page_size = kv.layout.page_size
         self._lengths = [0] * limits.max_batch
         self._tokens = [0] * limits.max_batch
-        self._sampling = [_GREEDY] * limits.max_batch
+        self._sampling = [GREEDY] * limits.max_batch
+        self._rules: list[LogitRules | None] = [None] * limits.max_batch
         # KV slot of every token of every batch slot: the page tables, spelled out.
         self._kv_slots = np.zeros((limits.max_batch, limits.max_pages * self._page_size), dtype=np.int64)
         self._in_order = [True] * limits.max_batch
@@ -58,29 +58,44 @@ class ModelRunner:
         else:
             step, slots = self._inputs(plan)
             logits_MV = self.model.forward(step, self.kv)
+        prompt_logprobs = self._score(plan, logits_MV[len(slots) :]) if len(logits_MV) > len(slots) else None
         if not slots:
-            return StepResult(plan.step, [])
-        tokens, logprobs = self._sample(logits_MV, slots)
+            return StepResult(plan.step, [], None, prompt_logprobs)
+        tokens, logprobs = self._sample(logits_MV[: len(slots)], slots)
         for slot, token in zip(slots, tokens, strict=True):
             self._tokens[slot] = token
-        return StepResult(plan.step, tokens, logprobs)
+        return StepResult(plan.step, tokens, logprobs, prompt_logprobs)
 
     def _sample(self, logits_MV: torch.Tensor, slots: list[int]) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         """Rank 0 chooses and tells the others, so ranks can never disagree."""
-        if self._communicator.shard.size == 1:
-            return sample(logits_MV, [self._sampling[slot] for slot in slots], [self._lengths[slot] for slot in slots])
-        logprobs = None
-        if self._communicator.shard.rank == 0:
-            settings = [self._sampling[slot] for slot in slots]
-            tokens, logprobs = sample(logits_MV, settings, [self._lengths[slot] for slot in slots])
-            shared = torch.tensor(tokens)
-        else:
-            shared = torch.empty(len(slots), dtype=torch.int64)
-        return self._communicator.broadcast(shared).tolist(), logprobs
+        if self._communicator.shard.rank > 0:
+            return self._communicator.broadcast(torch.empty(len(slots), dtype=torch.int64)).tolist(), None
+        settings = [self._sampling[slot] for slot in slots]
+        positions = [self._lengths[slot] for slot in slots]
+        tokens, logprobs = sample(logits_MV, settings, positions, [self._rules[slot] for slot in slots])
+        if self._communicator.shard.size > 1:
+            self._communicator.broadcast(torch.tensor(tokens))
+        return tokens, logprobs
+
+    def _score(self, plan: StepPlan, logits_MV: torch.Tensor) -> list[list[TokenLogprobs]] | None:
+        """Log-probabilities of the chunks' targets, whose rows `logits_MV` holds in order; on rank 0 only."""
+        if self._communicator.shard.rank > 0:
+            return None
+        scores = []
+        row = 0
+        for chunk in plan.chunks:
+            if chunk.targets:
+                places = enumerate(chunk.targets, start=row)
+                scores.append(
+                    [token_logprobs(logits_MV[n], token, chunk.logprobs) for n, token in places if token >= 0]
+                )
+                row += len(chunk.targets)
+        return scores
 
     def _update(self, plan: StepPlan) -> None:
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
+            self._rules[slot] = LogitRules.of(sampling)
             self._in_order[slot] = True
         size = self._page_size
         for slot, first, pages in plan.pages:
@@ -98,11 +113,14 @@ class ModelRunner:
         positions: list[int] = []
         segments: list[Segment] = []
         sample_rows: list[int] = []
+        score_rows: list[int] = []
         slots: list[int] = []
         write: list[np.ndarray] = []
         for chunk in plan.chunks:
             end = chunk.start + len(chunk.tokens)
             segments.append(self._segment(chunk.slot, len(tokens), len(chunk.tokens), end))
+            if chunk.targets:
+                score_rows.extend(range(len(tokens), len(tokens) + len(chunk.tokens)))
             tokens.extend(chunk.tokens)
             positions.extend(range(chunk.start, end))
             write.append(self._kv_slots[chunk.slot, chunk.start : end])
@@ -134,7 +152,7 @@ class ModelRunner:
             real_rows=real_rows,
             segments=segments,
             decodes=decodes,
-            sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+            sample_rows=torch.tensor(sample_rows + score_rows, dtype=torch.int64),
         )
         return step, slots
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from lowlat.engine.batch import SlotSampling
+from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.request import TokenLogprobs
 
 # Below this a temperature means greedy: dividing by it could overflow, and one token has all the mass anyway.
@@ -24,12 +25,16 @@ class BadLogitsError(Exception):
 
 
 def sample(
-    logits_MV: torch.Tensor, settings: list[SlotSampling], positions: list[int]
+    logits_MV: torch.Tensor,
+    settings: list[SlotSampling],
+    positions: list[int],
+    rules: list[LogitRules | None] | None = None,
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """Choose a token for each row of float32 `logits_MV`.
 
     `positions` are the places of the chosen tokens in their sequences: the random number of a token depends on its
-    request's seed and its position alone, never on what shares the batch.
+    request's seed and its position alone, never on what shares the batch. `rules` change the rows of those that have
+    some, and take note of the chosen tokens.
 
     Returns tokens, and log-probabilities where any row asked for them. Raises `BadLogitsError` for NaN.
     """
@@ -38,12 +43,18 @@ def sample(
         raise BadLogitsError("a step's logits contain NaN: the weights or a kernel are broken")
     tokens: list[int] = tokens_M.tolist()
     for row, (setting, position) in enumerate(zip(settings, positions, strict=True)):
+        rule = rules[row] if rules else None
+        logits_V = rule.apply(logits_MV[row], position) if rule else logits_MV[row]
         if setting.temperature >= MIN_TEMPERATURE:
-            tokens[row] = _draw(logits_MV[row], setting, uniform(setting.seed, position))
+            tokens[row] = _draw(logits_V, setting, uniform(setting.seed, position))
+        elif rule:
+            tokens[row] = int(logits_V.argmax())
+        if rule:
+            rule.observe(tokens[row])
     if all(setting.logprobs < 0 for setting in settings):
         return tokens, None
     return tokens, [
-        _logprobs(logits_MV[row], tokens[row], setting.logprobs) if setting.logprobs >= 0 else None
+        token_logprobs(logits_MV[row], tokens[row], setting.logprobs) if setting.logprobs >= 0 else None
         for row, setting in enumerate(settings)
     ]
 
@@ -62,13 +73,13 @@ def _mix(value: int) -> int:
 
 
 def _draw(logits_V: torch.Tensor, setting: SlotSampling, number: float) -> int:
-    """Invert the distribution function at `number`, after temperature, then top-k, then top-p."""
+    """Invert the distribution function at `number`, after temperature, then top-k, top-p and min-p."""
     scaled_V = (logits_V - logits_V.max()).div_(setting.temperature)
     if setting.top_k > 0:
         scaled, ids = scaled_V.topk(min(setting.top_k, len(scaled_V)))
         probabilities = scaled.softmax(-1, dtype=torch.float64)
-    elif setting.top_p < 1.0:
-        probabilities, ids = _head_of(scaled_V.softmax(-1, dtype=torch.float64), setting.top_p)
+    elif setting.top_p < 1.0 or setting.min_p > 0.0:
+        probabilities, ids = _head_of(scaled_V.softmax(-1, dtype=torch.float64), setting)
     else:
         probabilities, ids = scaled_V.softmax(-1, dtype=torch.float64), None
     cumulative = probabilities.cumsum(-1)
@@ -76,20 +87,24 @@ def _draw(logits_V: torch.Tensor, setting: SlotSampling, number: float) -> int:
         # Keep the fewest most likely tokens whose mass reaches top_p; at least one.
         kept = int(torch.searchsorted(cumulative, setting.top_p)) + 1
         cumulative = cumulative[:kept]
+    if setting.min_p > 0.0:
+        likely = int((probabilities[: len(cumulative)] >= setting.min_p * probabilities[0]).sum())
+        cumulative = cumulative[:likely]
     index = int(torch.searchsorted(cumulative, number * float(cumulative[-1]), right=True))
     index = min(index, len(cumulative) - 1)
     return index if ids is None else int(ids[index])
 
 
-def _head_of(probabilities_V: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Most likely tokens, best first, enough to hold `mass`: their probabilities and ids."""
+def _head_of(probabilities_V: torch.Tensor, setting: SlotSampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Most likely tokens, best first, enough for top-p and min-p to end within: their probabilities and ids."""
     head, ids = probabilities_V.topk(min(_FIRST_LOOK, len(probabilities_V)))
-    if float(head.sum()) >= mass:
+    if float(head.sum()) >= setting.top_p or float(head[-1]) < setting.min_p * float(head[0]):
         return head, ids
     return probabilities_V.sort(descending=True)
 
 
-def _logprobs(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+def token_logprobs(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    """Log-probability and rank of `token`, and the `count` most likely tokens."""
     total = logits_V.logsumexp(-1)
     chosen = logits_V[token]
     rank = int((logits_V > chosen).sum()) + 1

@@ -38,18 +38,19 @@ class ActiveRequest:
         "prompt_tokens",
         "queue_s",
         "request",
-        "sampling",
+        "scored",
+        "seed",
         "sent_pages",
         "slot",
         "stops",
         "tokens",
     )
 
-    def __init__(self, request: GenerateRequest, order: tuple[int, int], sampling: SlotSampling, stops: frozenset[int]):
+    def __init__(self, request: GenerateRequest, order: tuple[int, int], seed: int, stops: frozenset[int]) -> None:
         self.request = request
         self.order = order
         """(-priority, arrival number): smaller runs first."""
-        self.sampling = sampling
+        self.seed = seed
         self.stops = stops
         self.tokens = list(request.prompt_ids)
         """Prompt and the answer so far, as far as the host knows."""
@@ -66,6 +67,8 @@ class ActiveRequest:
         """Tokens whose keys and values are computed by finished steps."""
         self.launched_samples = 0
         """Answer tokens known or on their way."""
+        self.scored = 0 if request.sampling.prompt_logprobs is not None else self.prompt_tokens - 1
+        """Prompt tokens after the first whose log-probabilities are known, on their way or not wanted."""
         self.in_flight = 0
         self.last_step = -1
         self.ended = False
@@ -75,6 +78,33 @@ class ActiveRequest:
     def __lt__(self, other: ActiveRequest) -> bool:
         return self.order < other.order
 
+    def slot_sampling(self) -> SlotSampling:
+        """What rank 0 must know to choose this request's next tokens."""
+        sampling = self.request.sampling
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        history = penalties != (1.0, 0.0, 0.0)
+        return SlotSampling(
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            self.seed,
+            -1 if sampling.logprobs is None else sampling.logprobs,
+            sampling.min_p,
+            *penalties,
+            logit_bias=sampling.logit_bias,
+            banned=tuple(self.stops) if sampling.min_tokens else (),
+            banned_until=self.prompt_tokens + sampling.min_tokens,
+            prompt=tuple(self.tokens[: self.prompt_tokens]) if history else (),
+            answer=tuple(self.tokens[self.prompt_tokens :]) if history else (),
+        )
+
+    def targets(self, start: int, end: int) -> list[int]:
+        """Prompt tokens to score in a chunk, each at the row before it; empty when there are none."""
+        if self.scored >= min(end, self.prompt_tokens - 1):
+            return []
+        known = range(self.scored + 1, self.prompt_tokens)
+        return [self.tokens[place] if place in known else -1 for place in range(start + 1, end + 1)]
+
 
 class _Launch:
     """What a launched step will bring: chunks first, then decode rows, in the order of the plan."""
@@ -83,8 +113,8 @@ class _Launch:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.chunks: list[tuple[ActiveRequest, int, bool]] = []
-        """(request, tokens filled afterwards, whether it samples)."""
+        self.chunks: list[tuple[ActiveRequest, int, bool, bool]] = []
+        """(request, tokens filled afterwards, whether it samples, whether it scores)."""
         self.decodes: list[ActiveRequest] = []
 
 
@@ -121,10 +151,10 @@ class Scheduler:
             raise ValueError(f"request id {request.id!r} is already in use")
         limit = min(self.limits.max_pages * self.cache.page_size, self.cache.pool.total * self.cache.page_size)
         size = len(request.prompt_ids) + request.sampling.max_tokens
-        if not request.prompt_ids or request.sampling.max_tokens < 1 or size > limit:
+        if not request.prompt_ids or request.sampling.max_tokens < 0 or size > limit:
             raise ValueError(
                 f"prompt of {len(request.prompt_ids)} tokens with max_tokens {request.sampling.max_tokens}: "
-                f"both must be at least 1 and together at most {limit}"
+                f"the prompt must have a token, and both together at most {limit}"
             )
         arrival = next(self._arrivals)
         sampling = request.sampling
@@ -133,13 +163,7 @@ class Scheduler:
         active = ActiveRequest(
             request,
             (-request.priority, arrival),
-            SlotSampling(
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                seed & 0xFFFFFFFFFFFFFFFF,
-                -1 if sampling.logprobs is None else sampling.logprobs,
-            ),
+            seed & 0xFFFFFFFFFFFFFFFF,
             stops if sampling.ignore_eos else stops | self.eos_ids,
         )
         self._live[request.id] = active
@@ -205,19 +229,25 @@ class Scheduler:
         self._step += 1
         return plan
 
-    def commit(self, step: int, tokens: list[int], logprobs: list[TokenLogprobs | None] | None) -> None:
-        """Take in the result of the oldest step in flight: one token for each sample of its plan, in order."""
+    def commit(
+        self,
+        step: int,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs | None] | None,
+        prompt_logprobs: list[list[TokenLogprobs]] | None = None,
+    ) -> None:
+        """Take in the result of the oldest step in flight: one token for each sample of its plan, in order, and
+        scores for each chunk of it that has targets."""
         launch = self._launches.popleft()
         if launch.step != step:
             raise ValueError(f"result of step {step}, expected {launch.step}")
         sample = 0
-        for active, filled, samples in launch.chunks:
+        scores = iter(prompt_logprobs or [])
+        for active, filled, samples, has_scores in launch.chunks:
             active.in_flight -= 1
+            chunk_scores = next(scores) if has_scores else None
             if not active.ended:
-                active.filled = filled
-                if filled == active.prefill_end:
-                    assert active.lease is not None
-                    self.cache.share(active.lease, active.tokens[:filled])
+                self._take_chunk(active, filled, chunk_scores)
                 if samples:
                     self._take_token(active, tokens[sample], logprobs[sample] if logprobs else None)
             sample += samples
@@ -257,10 +287,15 @@ class Scheduler:
         """Whether slots or pages are too few to admit `waiting` now."""
         if not self._slots:
             return True
-        lease = self.cache.begin(waiting.tokens, waiting.request.cache_salt)
+        lease = self._lease(waiting)
         blocked = self.cache.missing(lease, len(waiting.tokens)) > self.cache.available
         self.cache.end(lease, [])
         return blocked
+
+    def _lease(self, active: ActiveRequest) -> Lease:
+        """Begin a lease for a waiting request; prompt tokens that are still to be scored cannot come from the cache."""
+        reuse = active.scored >= active.prompt_tokens - 1
+        return self.cache.begin(active.tokens, active.request.cache_salt, reuse=reuse)
 
     def _decoding(self) -> list[ActiveRequest] | None:
         """Requests that get a decode row, each with a page for it; None to wait for a step in flight.
@@ -297,7 +332,7 @@ class Scheduler:
             if active.ended:
                 heapq.heappop(self._waiting)
                 continue
-            lease = self.cache.begin(active.tokens, active.request.cache_salt)
+            lease = self._lease(active)
             missing = self.cache.missing(lease, len(active.tokens))
             if missing > self.cache.available or len(lease.pages) + missing > page_budget:
                 self.cache.end(lease, [])
@@ -306,7 +341,7 @@ class Scheduler:
             page_budget -= len(lease.pages)
             heapq.heappop(self._waiting)
             self._start(active, lease)
-            plan.begins.append((active.slot, active.sampling))
+            plan.begins.append((active.slot, active.slot_sampling()))
             rows -= self._add_chunk(active, plan, launch, rows)
 
     def _start(self, active: ActiveRequest, lease: Lease) -> None:
@@ -329,9 +364,13 @@ class Scheduler:
         self._send_pages(active, plan)
         start = active.launched
         end = min(active.prefill_end, start + rows)
-        sample = end == active.prefill_end
-        plan.chunks.append(PrefillChunk(active.slot, start, active.tokens[start:end], sample))
-        launch.chunks.append((active, end, sample))
+        sampling = active.request.sampling
+        sample = end == active.prefill_end and sampling.max_tokens > 0
+        targets = active.targets(start, end)
+        tokens = active.tokens[start:end]
+        plan.chunks.append(PrefillChunk(active.slot, start, tokens, sample, targets, sampling.prompt_logprobs or 0))
+        launch.chunks.append((active, end, sample, bool(targets)))
+        active.scored = max(active.scored, min(end, active.prompt_tokens - 1))
         active.launched = end
         active.launched_samples += sample
         active.in_flight += 1
@@ -356,6 +395,23 @@ class Scheduler:
         heapq.heappush(self._waiting, victim)
 
     # --- results ---------------------------------------------------------------------------------------------------
+
+    def _take_chunk(self, active: ActiveRequest, filled: int, scores: list[TokenLogprobs] | None) -> None:
+        active.filled = filled
+        done = filled == active.prefill_end
+        if done:
+            assert active.lease is not None
+            self.cache.share(active.lease, active.tokens[:filled])
+        only_scores = done and active.request.sampling.max_tokens == 0
+        if scores is None and not only_scores:
+            return
+        output = RequestOutput(active.request.id, [], prompt_logprobs=scores, queue_s=active.queue_s)
+        if only_scores:
+            output.finish_reason = FinishReason.LENGTH
+            self.stats.finished += 1
+            self._finish(active, output)
+        else:
+            self._outputs.append(output)
 
     def _take_token(self, active: ActiveRequest, token: int, logprobs: TokenLogprobs | None) -> None:
         active.tokens.append(token)

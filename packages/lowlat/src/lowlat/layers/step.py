@@ -45,4 +45,4 @@ class StepInputs(msgspec.Struct):
     segments: list[Segment]
     decodes: list[DecodeGroup]
     sample_rows: torch.Tensor
-    """Rows whose logits are wanted."""
+    """Rows whose logits are wanted, in this order."""
