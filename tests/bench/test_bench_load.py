@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from lowlat.bench import results
+from lowlat.bench.commands.load import find_target
 from lowlat.bench.load.client import Client, read_stream, split_events
 from lowlat.bench.load.lengths import parse_lengths
 from lowlat.bench.load.metrics import Targets, load_rows, parse_targets, summarize
@@ -184,6 +185,39 @@ def test_fillers_repeat_and_differ():
     assert one[:33] == two[:33]
     assert one[33:] != two[33:]
     assert one[:1] != other[:1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "kernels", "arm"),
+    [
+        ("vllm", None, "vllm"),
+        ("lowlat", None, "general"),
+        ("lowlat", "lowlat-cpu/llama-gguf", "lowlat-cpu"),
+        ("lowlat", "my-kernels/fast", "plugin:my-kernels"),
+    ],
+)
+def test_a_server_is_named_by_what_it_says(owner, kernels, arm):
+    class Fake:
+        async def models(self):
+            return [{"id": "m", "owned_by": owner, "max_model_len": 99}]
+
+        async def info(self):
+            return {"kernels": kernels} if owner == "lowlat" else {}
+
+    got = asyncio.run(find_target(Fake(), None, None))
+    assert (got.model, got.arm, got.max_context) == ("m", arm, 99)
+    assert asyncio.run(find_target(Fake(), "m", "sglang")).arm == "sglang"
+    with pytest.raises(ValueError, match="no model 'x'"):
+        asyncio.run(find_target(Fake(), "x", None))
+
+
+def test_a_server_that_says_nothing_must_be_named():
+    class Fake:
+        async def models(self):
+            return [{"id": "m"}]
+
+    with pytest.raises(ValueError, match="--arm"):
+        asyncio.run(find_target(Fake(), None, None))
 
 
 def test_bad_options_and_targets_are_named():

@@ -75,6 +75,8 @@ def _lines(result: Result, x_field: str, x_label: str, folder: pathlib.Path) -> 
             axes.fill_between(x, [row.low for row in found], [row.high for row in found], alpha=0.2)
             axes.plot(x, y, marker="o", label=arm)
         axes.set_xscale("log", base=2)
+        ticks = sorted({getattr(row, x_field) for row in rows})
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
         written += _save(figure, folder, f"{result.name}-{workload}-{other}{fixed}-against-{x_field}")

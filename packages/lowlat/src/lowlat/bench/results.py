@@ -174,7 +174,8 @@ def row_from_samples(
     return row
 
 
-def _known_arm(arm: str) -> bool:
+def known_arm(arm: str) -> bool:
+    """Whether `arm` may stand in a result."""
     return arm in ARMS or bool(re.fullmatch(r"plugin:[a-z0-9][a-z0-9._-]*", arm))
 
 
@@ -186,7 +187,7 @@ def _row_problems(row: Row, where: str) -> list[Problem]:
 
     if not row.workload:
         refuse("missing-workload", "name the preset or describe the workload")
-    if not _known_arm(row.arm):
+    if not known_arm(row.arm):
         refuse("unknown-arm", f"arm {row.arm!r} is none of {', '.join(sorted(ARMS))} or plugin:NAME")
     if row.metric not in METRICS:
         refuse("unknown-metric", f"metric {row.metric!r} is none of {', '.join(sorted(METRICS))}")

@@ -112,7 +112,7 @@ def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, 
     return Row(
         workload=name, arm="read-floor", metric="step_us", median=value, low=value, high=value, samples=1, rows=rows,
         context=context, tp=options.tp, dtype=dtype, concurrency=rows, bytes=size, ceiling_fraction=1.0,
-        note=f"computed from bytes and the ceiling ({ceiling.method}, best pass)",
+        note=f"computed from the bytes of {dtype} weights and cache and the ceiling ({ceiling.method}, best pass)",
     )  # fmt: skip
 
 

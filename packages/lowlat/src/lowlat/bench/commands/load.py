@@ -23,7 +23,7 @@ from lowlat.bench.commands.common import (
     random_weights,
     say,
 )
-from lowlat.bench.results import ARMS, Row, Simulated, new_result, slug
+from lowlat.bench.results import ARMS, Row, Simulated, known_arm, new_result, slug
 
 if TYPE_CHECKING:
     from lowlat.bench.load.client import Client
@@ -89,11 +89,13 @@ async def find_target(client: Client, model: str | None, arm: str | None) -> Tar
     chosen: dict[str, Any] = next((card for card in listed if model in (None, card["id"])), {})
     if not chosen:
         raise ValueError(f"the server has no model {model!r}: it lists {', '.join(str(card['id']) for card in listed)}")
-    owner = {"lowlat": "general"}.get(str(chosen.get("owned_by")), str(chosen.get("owned_by")))
-    if arm is None and owner not in ARMS:
-        raise ValueError(
-            f"the server calls itself {owner!r}: name it with --arm ({', '.join(sorted(ARMS))} or plugin:NAME)"
-        )
+    owner = str(chosen.get("owned_by"))
+    if owner == "lowlat":
+        kernels = str((await client.info()).get("kernels") or "").partition("/")[0]
+        owner = kernels if kernels in ARMS else f"plugin:{kernels}" if kernels else "general"
+    if arm is None and not known_arm(owner):
+        names = ", ".join(sorted(ARMS))
+        raise ValueError(f"the server calls itself {owner!r}: name it with --arm ({names} or plugin:NAME)")
     limit = chosen.get("max_model_len")
     return Target(str(chosen["id"]), arm or owner, limit if isinstance(limit, int) else None)
 

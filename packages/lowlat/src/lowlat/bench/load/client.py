@@ -141,6 +141,15 @@ class Client:
             raise ConnectionError(f"{self._http.base_url} does not list models: {error!r}") from error
         return list(listed)
 
+    async def info(self) -> dict[str, Any]:
+        """What `GET /v1/info` of a lowlat server says; empty where a server has no such thing."""
+        try:
+            response = await self._http.get("/v1/info")
+            response.raise_for_status()
+            return dict(response.json())
+        except (httpx.HTTPError, TypeError, ValueError):
+            return {}
+
     async def stream(self, path: str, body: dict[str, Any], *, name: str = "") -> Record:
         """Send one streaming request to `/v1/{path}` and time what comes back. Never raises for what a server does."""
         content = msgspec.json.encode({**body, "stream": True, "stream_options": {"include_usage": True}})
