@@ -1,9 +1,12 @@
 """Steps, bytes, ceilings and regions: counts against figures worked out elsewhere and against real tensors."""
 
 import json
+import pathlib
 import statistics
 import subprocess
 import sys
+import time
+import types
 
 import msgspec
 import pytest
@@ -343,3 +346,56 @@ def test_regions_that_do_not_add_up_are_refused():
     regions.check_sum(regions.RegionTimes("x", [98.0], [[span]]))
     with pytest.raises(regions.RegionsRefusedError, match=r"\+11\.1%"):
         regions.check_sum(regions.RegionTimes("x", [90.0], [[span]]))
+
+
+# --- other engines, played by stand-ins
+
+
+class StandIn:
+    """An engine whose generations take a fixed time to start and a fixed time for each token."""
+
+    START_S, TOKEN_S = 0.03, 0.0005
+    __version__ = "0"
+
+    def __init__(self, **settings):
+        self.settings = settings
+        folder = pathlib.Path(settings.get("model") or settings["model_path"])
+        self.config = json.loads((folder / "config.json").read_text())
+        self.prompts = []
+        self.closed = False
+
+    def work(self, prompts, tokens):
+        self.prompts += prompts
+        time.sleep(self.START_S + self.TOKEN_S * tokens)
+
+    # vLLM's names
+    def generate(self, prompts=None, sampling=None, use_tqdm=None, *, input_ids=None, sampling_params=None):
+        if input_ids is not None:
+            assert sampling_params["ignore_eos"]
+            return self.work(input_ids, sampling_params["max_new_tokens"])
+        assert sampling["ignore_eos"]
+        return self.work([p["prompt_token_ids"] for p in prompts], sampling["max_tokens"])
+
+    # SGLang's
+    def shutdown(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_step_of_another_engine_is_the_difference_of_two_generations(name, monkeypatch):
+    fake = types.SimpleNamespace(LLM=StandIn, Engine=StandIn, SamplingParams=dict, __version__="0", __spec__=object())
+    monkeypatch.setitem(sys.modules, name, fake)
+    arm = build_arm(name, StepCase(shape=TINY, requests=2, context=40, device="cuda"))
+    (sample,) = arm.measure()
+    assert sample == pytest.approx(500, rel=0.3), "neither the start nor the prefill is in it"
+    engine = arm._engine
+    assert engine.config["hidden_size"] == TINY.hidden
+    assert engine.settings["load_format"] == "dummy"
+    assert {len(prompt) for prompt in engine.prompts} == {40}
+    assert len({tuple(prompt) for prompt in engine.prompts}) == len(engine.prompts), "no prompt is found in a cache"
+    folder = pathlib.Path(arm._folder.name)
+    arm.close()
+    assert not folder.exists()
+    assert engine.closed == (name == "sglang")
+    with pytest.raises(ArmUnavailableError, match="GPU"):
+        build_arm(name, StepCase(shape=TINY, device="cpu"))
