@@ -68,6 +68,7 @@ def test_servers_started_one_at_a_time_and_agent_runs():
     assert len(outcome.ready_s["general"]) == 2
     assert len(set(outcome.ready_s["lowlat-cpu"])) == 2
     rows = ab.ab_rows(outcome, sides(), loads)
+    assert {row.arm: row.samples for row in rows if row.metric == "ready_ms"} == {"general": 2, "lowlat-cpu": 2}
     assert next(row for row in rows if row.metric == "speedup").median == pytest.approx(2.0, rel=0.15)
 
 

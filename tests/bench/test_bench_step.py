@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from lowlat.bench import regions
+from lowlat.bench import step as step_module
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, build_arm
 from lowlat.bench.arms.torch_step import TorchStep
 from lowlat.bench.ceiling import measure_ceiling
 from lowlat.bench.presets import PRESETS, find_shape, shape_from_config
 from lowlat.bench.random_checkpoint import RandomCheckpoint, weight_names, weight_shape
 from lowlat.bench.region_recorder import RegionRecorder
-from lowlat.bench.results import load, problems
+from lowlat.bench.results import Row, load, problems
 from lowlat.bench.roofline import dense_step_bytes, expected_distinct, v41_step_bytes
 from lowlat.bench.step import StepOptions, run_step
 
@@ -201,8 +202,25 @@ def test_arms_alternate_and_those_that_cannot_run_are_named():
         assert row.bytes == dense_step_bytes(TINY, requests=row.rows, context=40, dtype="float32").total
         assert row.samples == (1 if row.arm == "read-floor" else 8)
         assert 0 < row.ceiling_fraction <= 1.0
+        assert (row.arm == "read-floor") != (0 < row.details.get("cpu_share", 0) <= 1.1)
     assert problems(result) == []
     assert result.simulated.weights
+
+
+def test_a_busy_machine_is_said():
+    clocked = step_module._CpuShare(lambda: [time.sleep(0.05) or 1.0])
+    assert clocked() == [1.0]
+    share = clocked.share(1)
+    assert share < 0.5
+    row = Row(workload="w", arm="general", metric="step_us", median=1, low=1, high=1, samples=1, note="n")
+    said = []
+    step_module._mark_busy(row, share, said.append)
+    assert "busy" in row.note
+    assert "busy" in said[0]
+    quiet = Row(workload="w", arm="general", metric="step_us", median=1, low=1, high=1, samples=1, note="n")
+    step_module._mark_busy(quiet, 0.99, said.append)
+    assert quiet.note == "n"
+    assert len(said) == 1
 
 
 def test_the_general_arm_decodes_at_the_context_asked_for():

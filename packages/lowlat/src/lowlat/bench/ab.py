@@ -21,7 +21,7 @@ from lowlat.bench.load.replay import Replay, ReplayOptions
 from lowlat.bench.load.serve import ServeOptions, plan_lengths, run_serve
 from lowlat.bench.load.traces import Agent
 from lowlat.bench.local_server import SERVE, LocalServer, local_server
-from lowlat.bench.results import Row, row_from_interval
+from lowlat.bench.results import Row, row_from_interval, row_from_samples
 from lowlat.bench.stats import ratio_interval
 
 Say = Callable[[str], None]
@@ -160,7 +160,13 @@ def run_ab(sides: Sides, loads: Sequence[Load], *, rounds: int, say: Say = lambd
 
 def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load]) -> list[Row]:
     """Rows of both arms, and for each load the speedups with intervals: decode speed, P90 interactivity, end to end."""
-    rows: list[Row] = []
+    rows = [
+        row_from_samples(
+            sorted({round(1e3 * seconds, 1) for seconds in ready}), workload="start of the server", arm=arm,
+            metric="ready_ms", note="from the process to its first ready answer, polled every 100 ms",
+        )
+        for arm, ready in outcome.ready_s.items()
+    ]  # fmt: skip
     share = round(outcome.covered.share, 4)
     for load in loads:
         off, on = outcome.off[load.name], outcome.on[load.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -72,6 +73,33 @@ def _build(options: StepOptions, case: StepCase, say: Say, unavailable: dict[str
     return built
 
 
+class _CpuShare:
+    """How much of the wall-clock time of its measurements an arm's process really ran, by processor time."""
+
+    def __init__(self, measure: Callable[[], list[float]]) -> None:
+        self._measure = measure
+        self._wall = self._processor = 0.0
+
+    def __call__(self) -> list[float]:
+        wall, processor = time.perf_counter(), time.process_time()
+        samples = self._measure()
+        self._wall += time.perf_counter() - wall
+        self._processor += time.process_time() - processor
+        return samples
+
+    def share(self, threads: int) -> float:
+        """Processor time over wall-clock time of `threads` threads; well below 1: the machine was busy otherwise."""
+        return self._processor / (self._wall * threads) if self._wall else 0.0
+
+
+def _mark_busy(row: Row, share: float, say: Say) -> None:
+    """Say on a CPU's row how much of the time the process ran, and warn where others took a tenth or more."""
+    row.details = {"cpu_share": round(share, 3)}
+    if share < 0.9:
+        row.note += f"; busy machine: this process ran {share:.0%} of the time"
+        say(f"{row.arm}: the machine was busy, this process ran {share:.0%} of the time")
+
+
 def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: dict[str, str]) -> list[Row]:
     """Build, alternate and close the arms of one case."""
     built = _build(options, case, say, unavailable)
@@ -83,9 +111,10 @@ def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: d
         name: counted.total if arm.weight_bytes is None else arm.weight_bytes + counted.kv + counted.embedding
         for name, arm in built.items()
     }
+    clocked = {name: _CpuShare(arm.measure) for name, arm in built.items()}
     try:
         measured = alternate(
-            {name: arm.measure for name, arm in built.items()},
+            clocked,
             options.rounds,
             warmup=options.warmup,
             progress=lambda arm, index, rounds: say(f"round {index} of {rounds}: {arm}"),
@@ -96,14 +125,19 @@ def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: d
     for name, error in measured.errors.items():
         unavailable[name] = error
         say(f"{name} broke and is left out: {error}")
-    return [
-        row_from_samples(
+    rows = []
+    for name in measured.rounds:
+        row = row_from_samples(
             measured.samples(name), workload=case.shape.name, arm=name, metric="step_us", rows=case.requests,
             context=case.context, tp=options.tp, dtype=case.dtype, concurrency=case.requests, bytes=sizes[name],
             note=notes[name],
-        )
-        for name in measured.rounds
-    ]  # fmt: skip
+        )  # fmt: skip
+        if case.device == "cpu":
+            import torch
+
+            _mark_busy(row, clocked[name].share(torch.get_num_threads()), say)
+        rows.append(row)
+    return rows
 
 
 def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, name: str, dtype: str) -> Row:
