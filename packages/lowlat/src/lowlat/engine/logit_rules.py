@@ -21,7 +21,8 @@ class LogitRules:
         self._bias = torch.tensor([bias for _, bias in setting.logit_bias], dtype=torch.float32)
         self._banned = torch.tensor(setting.banned, dtype=torch.int64)
         self._answer = Counter(setting.answer)
-        self._prompt_T = torch.tensor(sorted(set(setting.prompt)), dtype=torch.int64)
+        self._prompt = frozenset(setting.prompt)
+        self._prompt_T = torch.tensor(sorted(self._prompt), dtype=torch.int64)
 
     @classmethod
     def of(cls, setting: SlotSampling) -> LogitRules | None:
@@ -41,7 +42,8 @@ class LogitRules:
             logits_V.index_add_(0, self._bias_ids, self._bias)
         answer_T = torch.tensor(list(self._answer), dtype=torch.int64)
         if setting.repetition_penalty != 1.0:
-            seen_T = torch.cat((self._prompt_T, answer_T)).unique()
+            new = [token for token in self._answer if token not in self._prompt]
+            seen_T = torch.cat((self._prompt_T, torch.tensor(new, dtype=torch.int64)))
             logits_T = logits_V[seen_T]
             factor = setting.repetition_penalty
             logits_V[seen_T] = torch.where(logits_T > 0, logits_T / factor, logits_T * factor)

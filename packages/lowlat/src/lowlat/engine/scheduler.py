@@ -15,107 +15,11 @@ from collections import deque
 
 from lowlat.cache.pages import OutOfPagesError
 from lowlat.cache.prefix import Lease, PrefixCache
-from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan
+from lowlat.engine.active import ActiveRequest, Launch
+from lowlat.engine.batch import PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
-
-
-class ActiveRequest:
-    """A request inside the scheduler, from submission until its pages are free again."""
-
-    __slots__ = (
-        "cached_tokens",
-        "ended",
-        "filled",
-        "in_flight",
-        "last_step",
-        "launched",
-        "launched_samples",
-        "lease",
-        "order",
-        "prefill_end",
-        "prompt_tokens",
-        "queue_s",
-        "request",
-        "scored",
-        "seed",
-        "sent_pages",
-        "slot",
-        "stops",
-        "tokens",
-    )
-
-    def __init__(self, request: GenerateRequest, order: tuple[int, int], seed: int, stops: frozenset[int]) -> None:
-        self.request = request
-        self.order = order
-        """(-priority, arrival number): smaller runs first."""
-        self.seed = seed
-        self.stops = stops
-        self.tokens = list(request.prompt_ids)
-        """Prompt and the answer so far, as far as the host knows."""
-        self.prompt_tokens = len(request.prompt_ids)
-        self.slot = -1
-        self.lease: Lease | None = None
-        self.sent_pages = 0
-        """Page-table entries that the device has."""
-        self.prefill_end = 0
-        """Tokens that were there at the last admission: after them, decoding begins."""
-        self.launched = 0
-        """Tokens whose keys and values are computed once all launched steps are done."""
-        self.filled = 0
-        """Tokens whose keys and values are computed by finished steps."""
-        self.launched_samples = 0
-        """Answer tokens known or on their way."""
-        self.scored = 0 if request.sampling.prompt_logprobs is not None else self.prompt_tokens - 1
-        """Prompt tokens after the first whose log-probabilities are known, on their way or not wanted."""
-        self.in_flight = 0
-        self.last_step = -1
-        self.ended = False
-        self.cached_tokens = -1
-        self.queue_s = 0.0
-
-    def __lt__(self, other: ActiveRequest) -> bool:
-        return self.order < other.order
-
-    def slot_sampling(self) -> SlotSampling:
-        """What rank 0 must know to choose this request's next tokens."""
-        sampling = self.request.sampling
-        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-        history = penalties != (1.0, 0.0, 0.0)
-        return SlotSampling(
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            self.seed,
-            -1 if sampling.logprobs is None else sampling.logprobs,
-            sampling.min_p,
-            *penalties,
-            logit_bias=sampling.logit_bias,
-            banned=tuple(self.stops) if sampling.min_tokens else (),
-            banned_until=self.prompt_tokens + sampling.min_tokens,
-            prompt=tuple(self.tokens[: self.prompt_tokens]) if history else (),
-            answer=tuple(self.tokens[self.prompt_tokens :]) if history else (),
-        )
-
-    def targets(self, start: int, end: int) -> list[int]:
-        """Prompt tokens to score in a chunk, each at the row before it; empty when there are none."""
-        if self.scored >= min(end, self.prompt_tokens - 1):
-            return []
-        known = range(self.scored + 1, self.prompt_tokens)
-        return [self.tokens[place] if place in known else -1 for place in range(start + 1, end + 1)]
-
-
-class _Launch:
-    """What a launched step will bring: chunks first, then decode rows, in the order of the plan."""
-
-    __slots__ = ("chunks", "decodes", "step")
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.chunks: list[tuple[ActiveRequest, int, bool, bool]] = []
-        """(request, tokens filled afterwards, whether it samples, whether it scores)."""
-        self.decodes: list[ActiveRequest] = []
 
 
 class Scheduler:
@@ -138,7 +42,7 @@ class Scheduler:
         self._waiting: list[ActiveRequest] = []
         self._running: list[ActiveRequest] = []
         self._ending: list[ActiveRequest] = []
-        self._launches: deque[_Launch] = deque()
+        self._launches: deque[Launch] = deque()
         self._slots = list(range(limits.max_batch - 1, -1, -1))
         self._step = 0
         self._outputs: list[RequestOutput] = []
@@ -208,7 +112,7 @@ class Scheduler:
         if decoding is None:
             return None
         plan = StepPlan(self._step, [], [], [], [])
-        launch = _Launch(self._step)
+        launch = Launch(self._step)
         for active in decoding:
             self._send_pages(active, plan)
             active.launched += 1
@@ -324,7 +228,7 @@ class Scheduler:
             decoding.append(active)
         return decoding
 
-    def _admit(self, plan: StepPlan, launch: _Launch, rows: int) -> None:
+    def _admit(self, plan: StepPlan, launch: Launch, rows: int) -> None:
         """Start waiting requests while there are slots, pages for their whole prompts, and rows in this step."""
         page_budget = self.limits.page_budget - sum(len(pages) for _, _, pages in plan.pages)
         while self._waiting and self._slots and rows > 0:
@@ -359,7 +263,7 @@ class Scheduler:
             self.stats.cached_tokens += lease.cached_tokens
         insort(self._running, active)
 
-    def _add_chunk(self, active: ActiveRequest, plan: StepPlan, launch: _Launch, rows: int) -> int:
+    def _add_chunk(self, active: ActiveRequest, plan: StepPlan, launch: Launch, rows: int) -> int:
         """Plan the next prefill chunk of a request, of at most `rows` tokens; returns how many it took."""
         self._send_pages(active, plan)
         start = active.launched

@@ -1,0 +1,104 @@
+"""What the scheduler knows of a live request, and of a step in flight."""
+
+from __future__ import annotations
+
+from lowlat.cache.prefix import Lease
+from lowlat.engine.batch import SlotSampling
+from lowlat.engine.request import GenerateRequest
+
+
+class ActiveRequest:
+    """A request inside the scheduler, from submission until its pages are free again."""
+
+    __slots__ = (
+        "cached_tokens",
+        "ended",
+        "filled",
+        "in_flight",
+        "last_step",
+        "launched",
+        "launched_samples",
+        "lease",
+        "order",
+        "prefill_end",
+        "prompt_tokens",
+        "queue_s",
+        "request",
+        "scored",
+        "seed",
+        "sent_pages",
+        "slot",
+        "stops",
+        "tokens",
+    )
+
+    def __init__(self, request: GenerateRequest, order: tuple[int, int], seed: int, stops: frozenset[int]) -> None:
+        self.request = request
+        self.order = order
+        """(-priority, arrival number): smaller runs first."""
+        self.seed = seed
+        self.stops = stops
+        self.tokens = list(request.prompt_ids)
+        """Prompt and the answer so far, as far as the host knows."""
+        self.prompt_tokens = len(request.prompt_ids)
+        self.slot = -1
+        self.lease: Lease | None = None
+        self.sent_pages = 0
+        """Page-table entries that the device has."""
+        self.prefill_end = 0
+        """Tokens that were there at the last admission: after them, decoding begins."""
+        self.launched = 0
+        """Tokens whose keys and values are computed once all launched steps are done."""
+        self.filled = 0
+        """Tokens whose keys and values are computed by finished steps."""
+        self.launched_samples = 0
+        """Answer tokens known or on their way."""
+        self.scored = 0 if request.sampling.prompt_logprobs is not None else self.prompt_tokens - 1
+        """Prompt tokens after the first whose log-probabilities are known, on their way or not wanted."""
+        self.in_flight = 0
+        self.last_step = -1
+        self.ended = False
+        self.cached_tokens = -1
+        self.queue_s = 0.0
+
+    def __lt__(self, other: ActiveRequest) -> bool:
+        return self.order < other.order
+
+    def slot_sampling(self) -> SlotSampling:
+        """What rank 0 must know to choose this request's next tokens."""
+        sampling = self.request.sampling
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        history = penalties != (1.0, 0.0, 0.0)
+        return SlotSampling(
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            self.seed,
+            -1 if sampling.logprobs is None else sampling.logprobs,
+            sampling.min_p,
+            *penalties,
+            logit_bias=sampling.logit_bias,
+            banned=tuple(self.stops) if sampling.min_tokens else (),
+            banned_until=self.prompt_tokens + sampling.min_tokens,
+            prompt=tuple(self.tokens[: self.prompt_tokens]) if history else (),
+            answer=tuple(self.tokens[self.prompt_tokens :]) if history else (),
+        )
+
+    def targets(self, start: int, end: int) -> list[int]:
+        """Prompt tokens to score in a chunk, each at the row before it; empty when there are none."""
+        if self.scored >= min(end, self.prompt_tokens - 1):
+            return []
+        known = range(self.scored + 1, self.prompt_tokens)
+        return [self.tokens[place] if place in known else -1 for place in range(start + 1, end + 1)]
+
+
+class Launch:
+    """What a launched step will bring: chunks first, then decode rows, in the order of the plan."""
+
+    __slots__ = ("chunks", "decodes", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.chunks: list[tuple[ActiveRequest, int, bool, bool]] = []
+        """(request, tokens filled afterwards, whether it samples, whether it scores)."""
+        self.decodes: list[ActiveRequest] = []
