@@ -53,7 +53,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except CheckpointError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("smollm2")
-    tokenizer_from_gguf(file.metadata)._library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer_from_gguf(file.metadata).to_json(), encoding="utf-8")
     return folder
 
 
@@ -96,7 +96,11 @@ def test_tiny_checkpoints_have_an_identity_map_and_a_tokenizer(tiny_v41: Path) -
     assert load_token_map(tiny_v41, 200, 200).tolist() == list(range(200))
     checkpoint = open_folder(tiny_v41)
     tokenizer = checkpoint.tokenizer()
-    text = "The quick brown fox: 0.1 + 2 = {2.1}\n"
+    text = "The quick brown fox: 0.1 + 2 = {2.1}\n\tÜber łódź"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_ids == (1,)
+    assert tokenizer.decode(list(range(4, 101))) == "\n\t" + "".join(map(chr, range(32, 127)))
+    assert tokenizer.token_bytes(199) != b""
+    assert tokenizer.can_stream
     assert max(ids) < json.loads((tiny_v41 / "config.json").read_text())["text_config"]["vocab_size"]
