@@ -1,13 +1,17 @@
 """Agent replay: order, pauses, sub-agents, recorded turns, salts, skips; and the readers of recorded traffic."""
 
 import asyncio
+import copy
 import json
 import os
 import pathlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowlat.bench.load.client import Client
+from lowlat.bench.load.records import Record
 from lowlat.bench.load.replay import Replay, ReplayOptions
 from lowlat.bench.load.traces import (
     Agent,
@@ -245,3 +249,76 @@ def test_recorded_traces_are_read_whole():
     assert all(turn.messages for agent in text for turn in agent.turns)
     answers = [m for agent in text for turn in agent.turns for m in turn.messages if m["role"] == "assistant"]
     assert len(answers) > 1000, "recorded assistant turns are part of the prompts"
+
+
+# --- order under any nesting, without a network
+
+
+class Instant:
+    """A client whose answers take a few turns of the event loop; it notes what began and ended when."""
+
+    def __init__(self, delays):
+        self.clock = 0
+        self.began, self.ended = {}, {}
+        self._delays = delays
+
+    async def stream(self, endpoint, body, *, name=""):
+        self.began[name] = self.clock = self.clock + 1
+        for _ in range(self._delays[len(self.began) % len(self._delays)]):
+            await asyncio.sleep(0)
+        self.ended[name] = self.clock = self.clock + 1
+        return Record(
+            name=name, status=200, sent=0.0, content_times=[1.0, 2.0], output_tokens=2, finish_reason="length"
+        )
+
+
+def agents(depth):
+    spawns = st.lists(agents(depth - 1), max_size=2) if depth else st.just([])
+    turn = st.builds(Turn, output_tokens=st.integers(1, 3), input_tokens=st.just(8), spawns=spawns)
+    return st.builds(
+        Agent, id=st.just("x"), turns=st.lists(turn, min_size=1, max_size=3), awaited=st.booleans(), late_spawns=spawns
+    )
+
+
+def name_all(agent, path):
+    """Give every agent of a tree a name of its own; returns all of them."""
+    agent.id = path
+    children = [child for turn in agent.turns for child in turn.spawns] + agent.late_spawns
+    named = [agent]
+    for index, child in enumerate(children):
+        named += name_all(child, f"{path}.{index}")
+    return named
+
+
+def last_end(client, agent):
+    """When an agent and all that it waits for had ended."""
+    ends = [client.ended[f"{agent.id}#{len(agent.turns) - 1}"]]
+    return max(ends + [last_end(client, child) for child in agent.late_spawns if child.awaited])
+
+
+@given(
+    st.lists(agents(2), min_size=1, max_size=3), st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(1, 3)
+)
+@settings(max_examples=60, deadline=None)
+def test_every_turn_once_and_in_order_under_any_nesting(runs, delays, concurrency):
+    runs = copy.deepcopy(runs)  # drawn trees may share objects, and names are given in place
+    everyone = [agent for index, run in enumerate(runs) for agent in name_all(run, f"r{index}")]
+    client = Instant(delays)
+    options = ReplayOptions(model="m", concurrency=concurrency, time_scale=0.0)
+    outcome = asyncio.run(Replay(client, options, runs).run())
+    wanted = sorted(f"{agent.id}#{i}" for agent in everyone for i in range(len(agent.turns)))
+    assert sorted(record.name for record in outcome.records) == wanted
+    assert outcome.runs == len(runs)
+    for agent in everyone:
+        for index, turn in enumerate(agent.turns):
+            began = client.began[f"{agent.id}#{index}"]
+            if index:
+                assert began > client.ended[f"{agent.id}#{index - 1}"]
+            for child in turn.spawns:
+                if index:
+                    assert client.began[f"{child.id}#0"] > client.ended[f"{agent.id}#{index - 1}"]
+                if child.awaited:
+                    assert last_end(client, child) < began
+    begun = [name for _, what, name in outcome.events if what == "begin"]
+    ended = [name for _, what, name in outcome.events if what == "end"]
+    assert sorted(begun) == sorted(ended) == sorted(agent.id for agent in everyone)
