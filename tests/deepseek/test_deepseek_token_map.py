@@ -102,5 +102,5 @@ def test_tiny_checkpoints_have_an_identity_map_and_a_tokenizer(tiny_v41: Path) -
     assert tokenizer.eos_ids == (1,)
     assert tokenizer.decode(list(range(4, 101))) == "\n\t" + "".join(map(chr, range(32, 127)))
     assert tokenizer.token_bytes(199) != b""
-    assert tokenizer.can_stream
+    assert tokenizer.can_stream()
     assert max(ids) < json.loads((tiny_v41 / "config.json").read_text())["text_config"]["vocab_size"]
