@@ -263,6 +263,23 @@ def test_what_one_rank_finds_all_ranks_act_on(kernel, code):
         assert all(isinstance(error, Refused) for error in refused)
 
 
+def test_a_library_that_is_missing_on_one_rank_stops_all_ranks():
+    ranks = ThreadRanks(2, timeout_s=20)
+    lows = []
+    for rank in range(2):
+        registry = Registry()
+        if rank == 0:
+            registry.register(zoo_spec(), "zoo")
+        lows.append(LowLatency(ReferenceHost(zoo_case(), ranks.of(rank)), registry))
+    threads = [threading.Thread(target=low.choose) for low in lows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [low.state for low in lows] == [State.FAILED] * 2
+    assert all(codes(low) == {Code.RANKS_DIFFER} for low in lows)
+
+
 def test_named_kernels_are_required_and_a_wrong_name_is_an_error():
     registry = Registry()
     registry.register(zoo_spec("NeverRight"), "zoo")

@@ -56,6 +56,9 @@ def test_products_equal_a_float64_reference_at_every_width(variant, kind, shape)
         assert (np.abs(y[:, : shape[0]] - expected) <= 4e-6 * scale).all()
         assert (y[:, shape[0] :] == 0).all()
         alone.append(y[0])
+        shared = np.full((rows, padded), np.nan, np.float32)
+        library.multiply(ctypes.byref(matrix), x.ctypes.data, shared.ctypes.data, rows, 3)
+        assert np.array_equal(shared, y), "the bits depend on the number of threads"
     assert all(np.array_equal(alone[0], row) for row in alone), "a row's bits depend on the width"
     assert len(kept) == matrix.nbytes()
 

@@ -1,4 +1,4 @@
-// Attention of one row over paged keys and values, for the query heads that share one key/value head.
+// Attention of one row over paged keys and values.
 #pragma once
 
 #include <cmath>
@@ -7,28 +7,37 @@
 
 namespace {
 
+constexpr int kMostHeads = 256;
+
 inline size_t padded(size_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
-// Where entries are: offsets[t] is the distance of entry t from the head's base, in floats.
+// Where entries are: offsets[t] is the distance of entry t from the pool's base, in floats, head h at h * head_stride.
 struct Entries {
     const float *keys, *values;
     const int64_t* offsets;
-    int64_t count;
+    int64_t count, head_stride;
 };
 
-// scores[h][t] = query[h] . key[t] * scale, sixteen entries at a time.
+// Key/value heads first to last - 1, each shared by `sharing` query heads. Query and out: [heads][head_dim].
+struct Heads {
+    int first, last, sharing;
+};
+
+// scores[head][t] = query[head] . key[t] * scale, sixteen entries at a time over all heads: an entry's heads lie beside
+// one another, so memory is read in order.
 template <int kParts>
-void scores_of(const Entries& entries, const float* query, int sharing, float scale, float* scores, size_t stride) {
+void scores_of(const Entries& entries, Heads heads, const float* query, float scale, float* scores, size_t stride) {
     for (int64_t first = 0; first < entries.count; first += kLanes) {
         const int64_t here = entries.count - first < kLanes ? entries.count - first : kLanes;
-        for (int h = 0; h < sharing; ++h) {
+        for (int head = heads.first * heads.sharing; head < heads.last * heads.sharing; ++head) {
+            const float* keys = entries.keys + head / heads.sharing * entries.head_stride;
             Floats q[kParts], dots[kLanes] = {};
-            for (int i = 0; i < kParts; ++i) q[i] = load<Floats>(query + (h * kParts + i) * kLanes);
+            for (int i = 0; i < kParts; ++i) q[i] = load<Floats>(query + (head * kParts + i) * kLanes);
             for (int64_t t = 0; t < here; ++t) {
-                const float* key = entries.keys + entries.offsets[first + t];
+                const float* key = keys + entries.offsets[first + t];
                 for (int i = 0; i < kParts; ++i) dots[t] += load<Floats>(key + i * kLanes) * q[i];
             }
-            store(scores + h * stride + first, sums(dots) * scale);
+            store(scores + head * stride + first, sums(dots) * scale);
         }
     }
 }
@@ -53,38 +62,49 @@ float soften(float* scores, int64_t count, size_t stride) {
     return 1.0f / sum(total);
 }
 
+// out[head] = sum over t of weights[head][t] * value[t], in the order of t.
 template <int kParts>
-void weigh_values(const Entries& entries, const float* weights, float inverse, float* out) {
-    Floats acc[kParts] = {};
-    for (int64_t t = 0; t < entries.count; ++t) {
-        const float* value = entries.values + entries.offsets[t];
-        for (int i = 0; i < kParts; ++i) acc[i] += load<Floats>(value + i * kLanes) * weights[t];
+void weigh_values(const Entries& entries, Heads heads, const float* weights, size_t stride, float* out) {
+    for (int64_t first = 0; first < entries.count; first += kLanes) {
+        const int64_t end = entries.count - first < kLanes ? entries.count : first + kLanes;
+        for (int head = heads.first * heads.sharing; head < heads.last * heads.sharing; ++head) {
+            const float* values = entries.values + head / heads.sharing * entries.head_stride;
+            float* to = out + head * kParts * kLanes;
+            Floats acc[kParts];
+            for (int i = 0; i < kParts; ++i) acc[i] = first ? load<Floats>(to + i * kLanes) : Floats{};
+            for (int64_t t = first; t < end; ++t) {
+                const float* value = values + entries.offsets[t];
+                for (int i = 0; i < kParts; ++i) acc[i] += load<Floats>(value + i * kLanes) * weights[head * stride + t];
+            }
+            for (int i = 0; i < kParts; ++i) store(to + i * kLanes, acc[i]);
+        }
     }
-    for (int i = 0; i < kParts; ++i) store(out + i * kLanes, acc[i] * inverse);
 }
 
 template <int kParts>
-void attend_parts(const Entries& entries, const float* query, int sharing, float* scores, float* out) {
+void attend_parts(const Entries& entries, Heads heads, const float* query, float* scores, float* out) {
     const int dim = kParts * kLanes;
     const size_t stride = padded(entries.count);
-    scores_of<kParts>(entries, query, sharing, 1.0f / std::sqrt(float(dim)), scores, stride);
-    for (int h = 0; h < sharing; ++h) {
-        const float inverse = soften(scores + h * stride, entries.count, stride);
-        weigh_values<kParts>(entries, scores + h * stride, inverse, out + h * dim);
-    }
+    scores_of<kParts>(entries, heads, query, 1.0f / std::sqrt(float(dim)), scores, stride);
+    float inverse[kMostHeads];
+    for (int head = heads.first * heads.sharing; head < heads.last * heads.sharing; ++head)
+        inverse[head] = soften(scores + head * stride, entries.count, stride);
+    weigh_values<kParts>(entries, heads, scores, stride, out);
+    for (int head = heads.first * heads.sharing; head < heads.last * heads.sharing; ++head)
+        for (int d = 0; d < dim; ++d) out[head * dim + d] *= inverse[head];
 }
 
-// Query and out: [sharing][head_dim]; scores: room for sharing * padded(count).
-void attend(int head_dim, const Entries& entries, const float* query, int sharing, float* scores, float* out) {
+// `scores` has room for heads * padded(count).
+void attend(int head_dim, const Entries& entries, Heads heads, const float* query, float* scores, float* out) {
     switch (head_dim / kLanes) {
-        case 1: return attend_parts<1>(entries, query, sharing, scores, out);
-        case 2: return attend_parts<2>(entries, query, sharing, scores, out);
-        case 3: return attend_parts<3>(entries, query, sharing, scores, out);
-        case 4: return attend_parts<4>(entries, query, sharing, scores, out);
-        case 5: return attend_parts<5>(entries, query, sharing, scores, out);
-        case 6: return attend_parts<6>(entries, query, sharing, scores, out);
-        case 8: return attend_parts<8>(entries, query, sharing, scores, out);
-        default: return attend_parts<16>(entries, query, sharing, scores, out);
+        case 1: return attend_parts<1>(entries, heads, query, scores, out);
+        case 2: return attend_parts<2>(entries, heads, query, scores, out);
+        case 3: return attend_parts<3>(entries, heads, query, scores, out);
+        case 4: return attend_parts<4>(entries, heads, query, scores, out);
+        case 5: return attend_parts<5>(entries, heads, query, scores, out);
+        case 6: return attend_parts<6>(entries, heads, query, scores, out);
+        case 8: return attend_parts<8>(entries, heads, query, scores, out);
+        default: return attend_parts<16>(entries, heads, query, scores, out);
     }
 }
 

@@ -111,19 +111,20 @@ void place(const Model& model, const Step& step, int index, const Buffers& b) {
 
 void attention(const Model& model, const Step& step, int index, const Buffers& b) {
     place(model, step, index, b);
-    const int dim = model.head_dim, sharing = model.heads / model.kv_heads, parts = step.rows * model.kv_heads;
+    const int dim = model.head_dim, sharing = model.heads / model.kv_heads;
+    const int cuts = model.threads < model.kv_heads ? model.threads : model.kv_heads;
 #pragma omp parallel for num_threads(model.threads) schedule(dynamic) if (model.threads > 1)
-    for (int part = 0; part < parts; ++part) {
-        const int r = part / model.kv_heads, h = part % model.kv_heads;
-        float* out = b.mixed + r * b.query_width + h * sharing * dim;
+    for (int part = 0; part < step.rows * cuts; ++part) {
+        const int r = part / cuts, cut = part % cuts;
+        const Heads heads{model.kv_heads * cut / cuts, model.kv_heads * (cut + 1) / cuts, sharing};
+        float* out = b.mixed + r * b.query_width;
         if (step.write_slots[r] < 0) {
-            std::memset(out, 0, sharing * dim * sizeof(float));
+            std::memset(out + heads.first * sharing * dim, 0, (heads.last - heads.first) * sharing * dim * sizeof(float));
             continue;
         }
-        const Entries entries{step.keys[index] + h * step.head_stride, step.values[index] + h * step.head_stride,
-                              b.offsets + r * b.longest, step.positions[r] + 1};
-        float* scores = b.scores + (r * model.heads + h * sharing) * b.longest;
-        attend(dim, entries, b.query + r * b.query_width + h * sharing * dim, sharing, scores, out);
+        const Entries entries{step.keys[index], step.values[index], b.offsets + r * b.longest, step.positions[r] + 1,
+                              step.head_stride};
+        attend(dim, entries, heads, b.query + r * b.query_width, b.scores + r * model.heads * b.longest, out);
     }
 }
 

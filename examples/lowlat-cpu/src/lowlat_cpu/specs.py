@@ -21,6 +21,7 @@ LLAMA = KernelSpec(
             "hidden_act": Condition(one_of=("silu",), present=False),
             "hidden_size": Condition(multiple_of=32),
             "intermediate_size": Condition(multiple_of=32),
+            "num_attention_heads": Condition(at_most=256),
             "head_dim": Condition(one_of=(16, 32, 48, 64, 80, 96, 128, 256), present=False),
             "rope_scaling": Condition(one_of=(None,)),
             "attention_bias": Condition(one_of=(False,), present=False),

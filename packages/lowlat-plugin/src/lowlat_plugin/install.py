@@ -100,7 +100,8 @@ class LowLatency:
         if self.candidate is not None:
             self.state = State.CHOSEN
         elif self.state is not State.FAILED:
-            log.info("no kernel library fits %s on %s", self.host.facts.architecture, self.host.facts.isa)
+            facts = self.host.facts
+            log.info("none of %d kernel libraries fits %s on %s", len(self._tried), facts.architecture, facts.isa)
 
     def _choose(self) -> None:
         facts = self.host.facts
