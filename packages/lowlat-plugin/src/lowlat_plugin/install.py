@@ -97,9 +97,11 @@ class LowLatency:
         for failure in self._registry.failures:
             log.warning("%s could not be loaded: %s", failure.distribution, failure.reason)
         self._staged(subject, "choose", self._choose, lambda _: self.candidate.key if self.candidate else "")
+        if self.state is State.FAILED:
+            return
         if self.candidate is not None:
             self.state = State.CHOSEN
-        elif self.state is not State.FAILED:
+        else:
             facts = self.host.facts
             log.info("none of %d kernel libraries fits %s on %s", len(self._tried), facts.architecture, facts.isa)
 
