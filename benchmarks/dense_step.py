@@ -1,6 +1,6 @@
 """Checks the dense step against float32 PyTorch on fresh random inputs, then times it. Needs one Hopper GPU.
 
-    python benchmarks/dense_step.py --models llama-1b,qwen3-0.6b --rows 1,8 --context 1024 --stamps
+python benchmarks/dense_step.py --models llama-1b,qwen3-0.6b --rows 1,8 --context 1024 --stamps
 """
 
 from __future__ import annotations
@@ -23,7 +23,21 @@ from lowlat_nvidia.dense.pack import DenseWeights
 from lowlat_nvidia.dense.step import DenseStep, StepTensors
 
 CEILING = 4.54e12
-STAGE_NAMES = ("x gather", "qkv", "heads", "attend", "publish", "copy", "combine", "o gather", "o", "gu total", "down gather", "down", "gu gather")
+STAGE_NAMES = (
+    "x gather",
+    "qkv",
+    "heads",
+    "attend",
+    "publish",
+    "copy",
+    "combine",
+    "o gather",
+    "o",
+    "gu total",
+    "down gather",
+    "down",
+    "gu gather",
+)
 
 
 def make_case(
@@ -120,7 +134,21 @@ def show_stamps(built: DenseStep, step: StepTensors) -> None:
     marks = built.stamps[:, 1:-2].double()
     following = built.stamps[:, 2:-1, 0].double()
     order = [0, 1, 2, 10, 12, 13, 11, 4, 5, 6, 9, 7, 8]
-    names = ["x gather", "qkv", "heads", "attend", "publish", "copy", "combine", "o gather", "o", "gu gather", "gate-up", "down gather", "down"]
+    names = [
+        "x gather",
+        "qkv",
+        "heads",
+        "attend",
+        "publish",
+        "copy",
+        "combine",
+        "o gather",
+        "o",
+        "gu gather",
+        "gate-up",
+        "down gather",
+        "down",
+    ]
     ends = [marks[:, :, i] for i in order[1:]] + [following]
     text = []
     total = 0.0
@@ -136,10 +164,11 @@ def main() -> None:
     parser.add_argument("--models", default="llama-1b,qwen3-0.6b")
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--contexts", default="1024")
-    parser.add_argument("--windows", default="2")
     parser.add_argument("--rings", default="96", help="ring sizes in KB")
     parser.add_argument("--units", default="2", help="units of 8 cached tokens in flight, each warp")
     parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--probes", default="1")
+    parser.add_argument("--copies", default="4")
     parser.add_argument("--brief", action="store_true", help="check only the first variant of each run")
     parser.add_argument("--stamps", action="store_true")
     args = parser.parse_args()
@@ -150,40 +179,46 @@ def main() -> None:
         contexts = [int(c) for c in args.contexts.split(",")]
         rotary = reference.rotary_table(max(contexts) + 64, shape.head_dim, 5e5, "cuda")
         base: DenseStep | None = None
-        for ring, units in itertools.product(args.rings.split(","), map(int, args.units.split(","))):
-            for window in map(int, args.windows.split(",")):
-                for stamps in (0, 16) if args.stamps else (0,):
-                    plan = plans.DensePlan(shape, int(ring) * 1024, units, window, stamps)
-                    start = time.time()
-                    base = DenseStep(plan, weights, rotary)
-                    label = f"{name} ring {ring} units {units} window {window}"
-                    if stamps == 0:
-                        print(f"== {label}: built in {time.time() - start:.1f} s {base.function.attributes()}", flush=True)
-                    if not args.no_check and stamps == 0:
-                        cases = [[[1023]], [[0]], [[5], [700, 701, 702], [63]], [[i * 101] for i in range(8)]]
-                        for i, positions in enumerate(cases):
-                            if max(p[-1] for p in positions) < len(rotary):
-                                error, written = check_case(base, weights, positions, (1, 16)[i % 2], 10 + i)
-                                print(f"   check {positions}: logits {error:.2e}, keys and values {written:.2e}", flush=True)
-                        args.no_check = args.brief
-                    for context in contexts:
-                        for rows in map(int, args.rows.split(",")):
-                            step, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
-                            base.bind(pools, 16)
-                            if stamps:
-                                print(f"   {label} rows {rows} context {context}")
-                                show_stamps(base, step)
-                                continue
-                            times = time_step(base, step)
-                            size = shape.weight_bytes() + rows * shape.kv_bytes(context)
-                            middle = times[len(times) // 2]
+        for ring, units, copies, probe in itertools.product(
+            args.rings.split(","),
+            map(int, args.units.split(",")),
+            map(int, args.copies.split(",")),
+            args.probes.split(","),
+        ):
+            for stamps in (0, 16) if args.stamps else (0,):
+                plan = plans.DensePlan(shape, int(ring) * 1024, units, stamps, copies, probe == "1")
+                start = time.time()
+                base = DenseStep(plan, weights, rotary)
+                label = f"{name} ring {ring} units {units} copies {copies} probe {probe}"
+                if stamps == 0:
+                    print(f"== {label}: built in {time.time() - start:.1f} s {base.function.attributes()}", flush=True)
+                if not args.no_check and stamps == 0:
+                    cases = [[[1023]], [[0]], [[5], [700, 701, 702], [63]], [[i * 101] for i in range(8)]]
+                    for i, positions in enumerate(cases):
+                        if max(p[-1] for p in positions) < len(rotary):
+                            error, written = check_case(base, weights, positions, (1, 16)[i % 2], 10 + i)
                             print(
-                                f"{label} rows {rows} context {context}: {middle:.1f} us (min {times[0]:.1f}), "
-                                f"floor {size / CEILING * 1e6:.1f}, {100 * size / CEILING * 1e6 / middle:.1f} %",
-                                flush=True,
+                                f"   check {positions}: logits {error:.2e}, keys and values {written:.2e}", flush=True
                             )
-                            del pools
-                    del base
+                    args.no_check = args.brief
+                for context in contexts:
+                    for rows in map(int, args.rows.split(",")):
+                        step, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
+                        base.bind(pools, 16)
+                        if stamps:
+                            print(f"   {label} rows {rows} context {context}")
+                            show_stamps(base, step)
+                            continue
+                        times = time_step(base, step)
+                        size = shape.weight_bytes() + rows * shape.kv_bytes(context)
+                        middle = times[len(times) // 2]
+                        print(
+                            f"{label} rows {rows} context {context}: {middle:.1f} us (min {times[0]:.1f}), "
+                            f"floor {size / CEILING * 1e6:.1f}, {100 * size / CEILING * 1e6 / middle:.1f} %",
+                            flush=True,
+                        )
+                        del pools
+                del base
         del weights
         torch.cuda.empty_cache()
 

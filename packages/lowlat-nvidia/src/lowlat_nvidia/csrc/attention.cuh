@@ -118,40 +118,41 @@ DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool,
   }
 }
 
-DEV int key_piece(int token, int piece) { return piece ^ (token & 1) << 2; }
-DEV int value_piece(int token, int piece) { return piece ^ (token >> 1 & 3) << 1; }
-
 // The next unit to copy: this warp's tokens base to base + 7 of a row of a layer.
 struct Cursor { int layer, row, base, slot; };
 
-// Copies cached tokens of a unit over the unit last read (`seen` comes from it), 16 bytes a lane and time; tokens that are not cached become zeros. Pieces of a token
-// are swizzled so that both ways of reading are free of bank conflicts.
-DEV void copy_unit(Context& c, Cursor& at, u32 seen) {
-  if (at.layer < LAYERS) {
-    const Control& k = c.s.control;
-    const int head = c.block / SPLITS, last = min(k.end[at.row], k.cached[at.row]), begin = k.begin[at.row];
-    const u8* keys = k.pools[at.layer][0];
-    const u8* values = k.pools[at.layer][1];
-    const u32 to = after(c, seen, c.units + at.slot * UNIT);
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 32; i++) {
-      const int index = i * 32 + c.lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
-      const int token = at.base + t;
-      const bool cached = token < last;
-      long slot = 0;
-      if (cached) slot = token - begin < KNOWN_SLOTS ? k.slot[at.row][token - begin] : slot_of(c, at.row, token);
-      const long from = (slot * c.p.slot_stride + head * c.p.head_stride + piece * 8) * 2;
-      copy_async(to + t * HEAD_DIM * 2 + key_piece(t, piece) * 16, keys + from, cached);
-      copy_async(to + UNIT / 2 + t * HEAD_DIM * 2 + value_piece(t, piece) * 16, values + from, cached);
-    }
-    at.base += STRIPE;
-    if (at.base >= k.end[at.row]) {
-      if (++at.row == c.rows) { at.row = 0; at.layer++; }
-      at.base = k.begin[at.row] + c.warp * 8;
-    }
-    if (++at.slot == UNITS) at.slot = 0;
-  }
+// Piece i of PIECES of the next unit, copied over the unit last read (`seen` comes from it) without waiting. Tokens that
+// are not cached become zeros.
+constexpr int PIECES = HEAD_DIM / 32;
+DEV void copy_piece(Context& c, const Cursor& at, int i, u32 seen) {
+  if (at.layer == LAYERS) return;
+  const Control& k = c.s.control;
+  const int head = c.block / SPLITS, last = min(k.end[at.row], k.cached[at.row]);
+  const u32 to = after(c, seen, c.units + at.slot * UNIT);
+  const int index = i * 32 + c.lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
+  const int token = at.base + t, known = token - k.begin[at.row];
+  const bool cached = token < last;
+  long slot = 0;
+  if (cached) slot = known < KNOWN_SLOTS ? k.slot[at.row][known] : slot_of(c, at.row, token);
+  const long from = (slot * c.p.slot_stride + head * c.p.head_stride + piece * 8) * 2;
+  copy_async(to + t * KEY_STRIDE + piece * 16, k.pools[at.layer][0] + from, cached);
+  copy_async(to + 8 * KEY_STRIDE + t * VALUE_STRIDE + piece * 16, k.pools[at.layer][1] + from, cached);
+}
+DEV void next_unit(Context& c, Cursor& at) {
   asm volatile("cp.async.commit_group;" ::: "memory");
+  if (at.layer == LAYERS) return;
+  const Control& k = c.s.control;
+  at.base += STRIPE;
+  if (at.base >= k.end[at.row]) {
+    if (++at.row == c.rows) { at.row = 0; at.layer++; }
+    at.base = k.begin[at.row] + c.warp * 8;
+  }
+  if (++at.slot == UNITS) at.slot = 0;
+}
+DEV void copy_unit(Context& c, Cursor& at, u32 seen) {
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) copy_piece(c, at, i, seen);
+  next_unit(c, at);
 }
 
 struct Accumulator {
@@ -159,12 +160,12 @@ struct Accumulator {
   float out[VALUE_LOADS][8][4];  // head g; elements 64 i + 16 q + j in [i][j][0], + 8 in [i][j][1]
 };
 // Weights of 8 tokens, packed as the A operand. `keys` is the address of token g's key pieces in shared memory.
-DEV u32 score(Context& c, const uint4 (&query)[KEY_LOADS], u32 keys, bool fresh, int left, Accumulator& acc) {
+DEV u32 score(Context& c, const uint4 (&query)[KEY_LOADS], u32 keys, int left, Accumulator& acc) {
   float s[2][4] = {};
 #pragma unroll
   for (int i = 0; i < KEY_LOADS; i++) {
     const int piece = i * 4 + c.q;
-    const uint4 key = load_shared(keys + (fresh ? piece : key_piece(c.g, piece)) * 16);
+    const uint4 key = load_shared(keys + piece * 16);
     mma(s[0], query[i].x, query[i].y, key.x, key.y);
     mma(s[1], query[i].z, query[i].w, key.z, key.w);
   }
@@ -185,13 +186,13 @@ DEV u32 score(Context& c, const uint4 (&query)[KEY_LOADS], u32 keys, bool fresh,
   return weight;
 }
 // `even` and `odd` are the addresses of the value pieces of tokens 2q and 2q + 1.
-DEV u32 accumulate(Context& c, u32 weight, u32 even, bool even_fresh, u32 odd, bool odd_fresh, Accumulator& acc) {
+DEV u32 accumulate(Context& c, u32 weight, u32 even, u32 odd, Accumulator& acc) {
   u32 seen = 0;
 #pragma unroll
   for (int i = 0; i < VALUE_LOADS; i++) {
     const int piece = i * 8 + c.g;
-    const uint4 x = load_shared(even + (even_fresh ? piece : value_piece(2 * c.q, piece)) * 16);
-    const uint4 y = load_shared(odd + (odd_fresh ? piece : value_piece(2 * c.q + 1, piece)) * 16);
+    const uint4 x = load_shared(even + piece * 16);
+    const uint4 y = load_shared(odd + piece * 16);
     seen ^= x.w ^ y.w;
     const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
@@ -212,12 +213,10 @@ DEV u32 attend(Context& c, const uint4 (&query)[KEY_LOADS], int row, int base, i
     return shared_address(c.s.fresh[which][k.first[row] + min(token, newest) - cached]);
   };
   const int t = base + c.g, even = base + 2 * c.q, odd = even + 1;
-  const bool t_fresh = t >= cached, even_fresh = even >= cached, odd_fresh = odd >= cached;
-  const u32 keys = t_fresh ? fresh_at(0, t) : unit + c.g * HEAD_DIM * 2;
-  const u32 weight = score(c, query, keys, t_fresh, end - base, acc);
-  const u32 values = unit + UNIT / 2;
-  return accumulate(c, weight, even_fresh ? fresh_at(1, even) : values + 2 * c.q * HEAD_DIM * 2, even_fresh,
-             odd_fresh ? fresh_at(1, odd) : values + (2 * c.q + 1) * HEAD_DIM * 2, odd_fresh, acc);
+  const u32 values = unit + 8 * KEY_STRIDE;
+  const u32 weight = score(c, query, t >= cached ? fresh_at(0, t) : unit + c.g * KEY_STRIDE, end - base, acc);
+  return accumulate(c, weight, even >= cached ? fresh_at(1, even) : values + 2 * c.q * VALUE_STRIDE,
+                    odd >= cached ? fresh_at(1, odd) : values + (2 * c.q + 1) * VALUE_STRIDE, acc);
 }
 
 // Joins the warps of the block and publishes the split's output and log-sum.
@@ -272,37 +271,32 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
   block_sync();
   stamp(c, layer, 10);
   if (layer + 1 < LAYERS) load_head_norms(c, layer + 1, ahead.norms);
-  uint4 query[KEY_LOADS];
-  Accumulator acc;
-  int row = 0, base = c.s.control.begin[0] + c.warp * 8;
-  bool first = true;
 #pragma unroll 1
-  while (true) {
-    if (first) {
+  for (int row = 0; row < c.rows; row++) {
+    uint4 query[KEY_LOADS];
 #pragma unroll
-      for (int i = 0; i < KEY_LOADS; i++)
-        query[i] =
-            c.g < GROUP ? *(const uint4*)&c.s.query[row][c.g * HEAD_DIM + i * 32 + 8 * c.q] : make_uint4(0, 0, 0, 0);
-      acc = {};
-      acc.top = -1e30f;
+    for (int i = 0; i < KEY_LOADS; i++)
+      query[i] = c.g < GROUP ? *(const uint4*)&c.s.query[row][c.g * HEAD_DIM + i * 32 + 8 * c.q] : make_uint4(0, 0, 0, 0);
+    Accumulator acc = {};
+    acc.top = -1e30f;
+    const int end = c.s.control.end[row];
+    int base = c.s.control.begin[row] + c.warp * 8;
+    u32 seen;
+#pragma unroll 1
+    while (true) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(UNITS - 1) : "memory");
+      __syncwarp();
+      seen = attend(c, query, row, base, ahead.slot, acc);
+      __syncwarp();
+      if (++ahead.slot == UNITS) ahead.slot = 0;
+      base += STRIPE;
+      if (base >= end) break;
+      copy_unit(c, ahead.cursor, seen);
     }
-    asm volatile("cp.async.wait_group %0;" ::"n"(UNITS - 1) : "memory");
-    __syncwarp();
-    const u32 seen = attend(c, query, row, base, ahead.slot, acc);
-    __syncwarp();
-    if (++ahead.slot == UNITS) ahead.slot = 0;
-    base += STRIPE;
-    first = base >= c.s.control.end[row];
-    if (first) {
-      stamp(c, layer, 12);
-      publish_split(c, row, head, split, acc);
-      stamp(c, layer, 13);
-    }
+    stamp(c, layer, 12);
+    publish_split(c, row, head, split, acc);
+    stamp(c, layer, 13);
     copy_unit(c, ahead.cursor, seen);
-    if (first) {
-      if (++row == c.rows) break;
-      base = c.s.control.begin[row] + c.warp * 8;
-    }
   }
   stamp(c, layer, 11);
 }
@@ -346,7 +340,7 @@ DEV void combine(Context& c) {
     const float scale = 1.f / total;
     if (active && split < 2) {
       u32 word = split == 0 ? bf_pair(x[0] * scale, x[1] * scale) : bf_pair(x[2] * scale, x[3] * scale);
-      publish(c, row, W_ATTN + (head * GROUP_DIM + d) / 2 + split, word);
+      publish_to_all(c, row, W_ATTN + (head * GROUP_DIM + d) / 2 + split, word);
     }
   }
 }

@@ -2,43 +2,24 @@
 //
 // Blocks exchange through words in global memory that are EMPTY until published: the data is its own signal, there is
 // no barrier over the grid. The exchange buffers alternate between two copies; a step empties what the last one used.
-// Warp 8 of each block copies the packed weights, in the order of use, into a ring of pages in shared memory, and runs
-// ahead of all dependencies.
+// Each warp copies its packed weights, in the order of use, into a ring of pages in shared memory: a page that has been
+// used is filled again at once, so that copies run ahead of all dependencies.
 #include "attention.cuh"
 
 // Stage numbers for errors: 0 input of q, k, v; 2 attention; 3 sum of splits; 4 output projection; 5 gate and up;
 // 6 down; 7 logits. Stamp numbers: see stamp().
 
-// One lane a consumer warp: keeps WINDOW copies in flight and at most RING_PAGES pages filled.
-DEV void produce(const Params& p, u32 ring, u32 full, u32 empty, int block, int lane) {
-  const int warp = lane & 7;
-  const u8* from = p.weights + ((long)block * WARPS + warp) * PAGE;
-  ring += warp * RING_PAGES * PAGE;
-  full += warp * RING_PAGES * 8;
-  empty += warp * RING_PAGES * 8;
-  int slot = 0, landed = 0;
-  u32 slot_phase = 1, landed_phase = 0;
-  int issued = 0;
-  bool more = lane < WARPS;
-  const u64 policy = read_once_policy();
-  while (__any_sync(~0u, more)) {
-    bool can = more && barrier_test(empty + slot * 8, slot_phase) &&
-               (issued < WINDOW || barrier_test(full + landed * 8, landed_phase));
-    if (can) {
-      copy_page(ring + slot * PAGE, from, PAGE, full + slot * 8, policy);
-      from += (long)BLOCKS * WARPS * PAGE;
-      if (issued >= WINDOW && ++landed == RING_PAGES) { landed = 0; landed_phase ^= 1; }
-      if (++slot == RING_PAGES) { slot = 0; slot_phase ^= 1; }
-      more = ++issued < STREAM_PAGES;
-    }
-  }
-}
-
-// Empties this block's part of what the last step used of a layer.
+DEV int copies_of(int rows) { return rows <= MAX_ROWS / COPIES ? COPIES : 1; }
+// Empties this block's part of what the last step used of a layer: all of its rows, and what all blocks read of copies.
 DEV void clear_layer(Context& c, u32* layer, int rows) {
+  const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
 #pragma unroll 1
   for (int i = c.block * THREADS + c.thread; i < rows * ROW_WORDS / 4; i += BLOCKS * THREADS)
-    *(uint4*)(layer + i * 4) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+    *(uint4*)(layer + i * 4) = empty;
+  constexpr int COPIED = (ROW_WORDS - W_ATTN) / 4;
+#pragma unroll 1
+  for (int i = c.block * THREADS + c.thread; i < rows * (copies_of(rows) - 1) * COPIED; i += BLOCKS * THREADS)
+    *(uint4*)(layer + (rows + i / COPIED) * ROW_WORDS + W_ATTN + i % COPIED * 4) = empty;
 }
 
 DEV void project_qkv(Context& c, int layer, const u32* before) {
@@ -65,8 +46,8 @@ DEV void publish_residual(Context& c, int row, int n, int norm, float residual, 
 #pragma unroll
   for (int o = BLOCK_HIDDEN / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
   if (row >= c.rows) return;
-  if (n % 2 == 0) publish(c, row, to + (c.block * BLOCK_HIDDEN + n) / 2, bf_pair(x, other));
-  if (n == 0) publish(c, row, to_square + c.block, __float_as_uint(square));
+  if (n % 2 == 0) publish_to_all(c, row, to + (c.block * BLOCK_HIDDEN + n) / 2, bf_pair(x, other));
+  if (n == 0) publish_to_all(c, row, to_square + c.block, __float_as_uint(square));
 }
 // The residual of (row, output) stays with the thread that publishes it.
 template <int K>
@@ -101,7 +82,7 @@ DEV void gate_up(Context& c, int layer) {
       }
       const float scale = inverse_rms(c, row), g0 = sum.x * scale, g1 = sum.z * scale;
       u32 word = bf_pair(g0 / (1.f + __expf(-g0)) * (sum.y * scale), g1 / (1.f + __expf(-g1)) * (sum.w * scale));
-      publish(c, row, W_ACT + c.block * (BLOCK_INTER / 2) + tile0 * 2 + pair, word);
+      publish_to_all(c, row, W_ACT + c.block * (BLOCK_INTER / 2) + tile0 * 2 + pair, word);
     }
   });
 }
@@ -156,27 +137,28 @@ DEV void finish_step(Context& c, u32 parity) {
   state[0] = parity ^ 1;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) dense_step(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
   Shared& s = *(Shared*)memory;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, block = blockIdx.x;
-  const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full), empty = shared_address(s.empty);
-  if (thread < WARPS * RING_PAGES) { barrier_init(full + thread * 8); barrier_init(empty + thread * 8); }
+  const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full);
+  if (thread < WARPS * RING_PAGES) barrier_init(full + thread * 8, 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
-  if (warp == WARPS) {
-    produce(p, ring, full, empty, block, lane);
-    return;
-  }
   const u32 parity = load_exchange_word(p.state);
   const int last_rows = (int)load_exchange_word(p.state + 5);
   u32* now = p.exchange + parity * STEP_WORDS;
   u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
   Context c = {p, s, now + (long)LAYERS * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, p.rows,
-               ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8, empty + warp * RING_PAGES * 8,
-               shared_address(memory + UNITS_OFFSET) + warp * UNITS * UNIT, p.zero, 0, 0, 0, 0, false};
+               ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8,
+               p.weights + ((long)block * WARPS + warp) * PAGE, read_once_policy(), 0,
+               shared_address(memory + UNITS_OFFSET) + warp * UNITS * UNIT, p.zero, copies_of(p.rows),
+               0, 0, 0, 0, false};
 
+#pragma unroll 1
+  for (int i = 0; i < RING_PAGES; i++) fill_page(c, ring + (warp * RING_PAGES + i) * PAGE, full + (warp * RING_PAGES + i) * 8);
+#pragma unroll 1
   for (int i = thread; i < (2 * LAYERS + 1) * BLOCK_HIDDEN; i += THREADS)
     s.norms[i / BLOCK_HIDDEN][i % BLOCK_HIDDEN] = p.norms[i / BLOCK_HIDDEN * HIDDEN + block * BLOCK_HIDDEN + i % BLOCK_HIDDEN];
   read_rows(c);

@@ -22,10 +22,11 @@ struct __align__(16) Shared {
   unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
   unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
   unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs
-  u64 full[WARPS * RING_PAGES], empty[WARPS * RING_PAGES];
+  u64 full[WARPS * RING_PAGES];
 };
 constexpr int RING_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
-constexpr int UNIT = 8 * HEAD_DIM * 2 * 2;  // keys, then values, of 8 tokens
+// Keys, then values, of 8 tokens; the strides keep the reads free of bank conflicts.
+constexpr int KEY_STRIDE = HEAD_DIM * 2 + 64, VALUE_STRIDE = HEAD_DIM * 2 + 16, UNIT = 8 * (KEY_STRIDE + VALUE_STRIDE);
 constexpr int UNITS_OFFSET = RING_OFFSET + WARPS * RING_PAGES * PAGE;
 static_assert(UNITS_OFFSET + WARPS * UNITS * UNIT <= SHARED_BYTES, "the plan counts shared memory");
 
@@ -34,7 +35,12 @@ struct Context {
   Shared& s;
   u32* now;    // exchange words of this step
   int block, warp, lane, thread, g, q, rows;
-  u32 ring, full, empty, units, zero;
+  u32 ring, full;
+  const u8* weights;  // the next page to copy
+  u64 policy;
+  int pages;          // copied so far
+  u32 units, zero;
+  int copies;  // rows of the buffers that hold the same published row: few rows have several, for fewer readers each
   int slot;
   u32 phase;
   int part_parity, square_parity;
@@ -72,16 +78,21 @@ template <int N>
 DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool active, uint4 (&v)[N], uint4& extra,
                 int stage) {
   u32 polls = 0;
+#if PROBE
   // One vector tells that the data is about to be there; polling all of them crowds the L2.
   while (true) {
     extra = active ? load_exchange(extra_at) : make_uint4(0, 0, 0, 0);
     if (!__any_sync(~0u, greatest(extra) == EMPTY)) break;
     if (!__all_sync(~0u, may_wait(c, polls, stage))) break;
   }
+#endif
   while (true) {
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = active ? load_exchange(base + i * step) : make_uint4(0, 0, 0, 0);
-    u32 top = 0;
+#if !PROBE
+    extra = active ? load_exchange(extra_at) : make_uint4(0, 0, 0, 0);
+#endif
+    u32 top = greatest(extra);
 #pragma unroll
     for (int i = 0; i < N; i++) top = max(top, greatest(v[i]));
     if (!__any_sync(~0u, top == EMPTY)) break;
@@ -96,6 +107,13 @@ DEV u32 gather_word(Context& c, const u32* at, int stage) {
 DEV void publish(Context& c, int row, int word, u32 value) {
   store_exchange(c.now + row * ROW_WORDS + word, value == EMPTY ? 0x7fffffffu : value);
 }
+// For words that all blocks read.
+DEV void publish_to_all(Context& c, int row, int word, u32 value) {
+#pragma unroll 1
+  for (int copy = 0; copy < c.copies; copy++) publish(c, row + copy * c.rows, word, value);
+}
+// The row of the buffers that this block reads.
+DEV int copy_of(Context& c, int row) { return row + (c.block & (c.copies - 1)) * c.rows; }
 
 // The address, once `seen` has arrived: c.zero is 0, but the compiler does not know. Giving shared memory back before
 // its loads have returned lets the next copy overtake them.
@@ -103,16 +121,26 @@ DEV u32 after(Context& c, u32 seen, u32 address) { return address + min(seen, c.
 
 // ---- weights
 
+// Starts the copy of this warp's next page.
+DEV void fill_page(Context& c, u32 to, u32 full) {
+  if (c.pages == STREAM_PAGES) return;
+  if (c.lane == 0) {
+    barrier_expect(full, PAGE);
+    copy_bulk(to, c.weights, PAGE, full, c.policy);
+  }
+  c.pages++;
+  c.weights += (long)BLOCKS * WARPS * PAGE;
+}
 DEV void take_page(Context& c, uint4 (&w)[PAGE_FRAGMENTS]) {
-  while (!barrier_done(c.full + c.slot * 8, c.phase)) {}  // ends: the copy was issued, and copies complete
-  u32 at = c.ring + c.slot * PAGE + c.lane * 16;
+  const u32 page = c.ring + c.slot * PAGE, full = c.full + c.slot * 8;
+  while (!barrier_done(full, c.phase)) {}  // ends: the copy was issued, and copies complete
   u32 seen = 0;
 #pragma unroll
-  for (int i = 0; i < PAGE_FRAGMENTS; i++) w[i] = load_shared(at + i * FRAGMENT);
+  for (int i = 0; i < PAGE_FRAGMENTS; i++) w[i] = load_shared(page + c.lane * 16 + i * FRAGMENT);
 #pragma unroll
   for (int i = 0; i < PAGE_FRAGMENTS; i++) seen ^= w[i].w;
   __syncwarp();
-  if (c.lane == 0) barrier_arrive(after(c, seen, c.empty + c.slot * 8));
+  fill_page(c, after(c, seen, page), full);
   if (++c.slot == RING_PAGES) { c.slot = 0; c.phase ^= 1; }
 }
 // d += inputs * one tile's next CHUNK fragments. Four chains hide the latency of the matrix instruction.
@@ -204,13 +232,13 @@ DEV float inverse_rms(Context& c, int row) {
 // Inputs that were published as bfloat16 pairs: attention output or activations.
 template <int K, int CHUNK>
 DEV void load_pairs(Context& c, int word, int chunk, uint4 (&a)[CHUNK], int stage) {
-  const u32* x = c.now + c.g * ROW_WORDS + word + ((c.warp * K + chunk * CHUNK) * 32 + c.q * 8) / 2;
+  const u32* x = c.now + copy_of(c, c.g) * ROW_WORDS + word + ((c.warp * K + chunk * CHUNK) * 32 + c.q * 8) / 2;
   uint4 last;
   gather<CHUNK>(c, x, 16, x + (CHUNK - 1) * 16, c.g < c.rows, a, last, stage);
 }
 // The residual times its norm, with the blocks' sums of squares (the 1 / rms is applied to the products).
 DEV void load_normed(Context& c, const u32* words, int word, int square_word, uint4 (&a)[K_HIDDEN], int stage) {
-  const u32* row = words + c.g * ROW_WORDS;
+  const u32* row = words + copy_of(c, c.g) * ROW_WORDS;
   const u32* x = row + word + (c.warp * K_HIDDEN * 32 + c.q * 8) / 2;
   uint4 s;
   gather<K_HIDDEN>(c, x, 16, row + square_word + c.warp * (BLOCKS / WARPS) + c.q * 4, c.g < c.rows, a, s, stage);

@@ -113,16 +113,14 @@ def check(shape: DenseShape) -> None:
             raise Unsupported(f"{name} is {value}; it must be a multiple of {unit}")
     if s.hidden > 4096:
         raise Unsupported(f"hidden is {s.hidden}; at most 4096 fits the registers of a warp")
-    fragments_per_page(s)
+    if not page_choices(s):
+        raise Unsupported(f"inputs {s.hidden}, {s.qdim}, {s.inter} are not multiples of 512")
 
 
-def fragments_per_page(shape: DenseShape) -> int:
-    """Fragments in a ring page: the greatest of 8, 4 and 2 that divides every warp's part of every stage."""
+def page_choices(shape: DenseShape) -> list[int]:
+    """Fragments that a ring page may hold: 8, 4 or 2, where they divide every warp's part of every stage."""
     parts = (shape.hidden // 256, shape.qdim // 256, shape.inter // 256)
-    for count in (8, 4, 2):
-        if all(part % count == 0 for part in parts):
-            return count
-    raise Unsupported(f"inputs {shape.hidden}, {shape.qdim}, {shape.inter} are not multiples of 512")
+    return [count for count in (8, 4, 2) if all(part % count == 0 for part in parts)]
 
 
 def chunk_fragments(inputs: int) -> int:
@@ -137,37 +135,49 @@ def chunk_fragments(inputs: int) -> int:
 class DensePlan:
     """A shape with the choices that tune it.
 
-    `window` is the number of page copies in flight for each warp, `units` of blocks of 8 cached tokens.
+    `ring_limit` bytes of weights and `units` blocks of 8 cached tokens a warp are under way; what all blocks read is
+    published `copies` times when rows are few.
     """
 
     shape: DenseShape
-    ring_bytes: int = 96 * 1024
+    ring_limit: int = 96 * 1024
     units: int = 2
-    window: int = 2
     stamps: int = 0
+    copies: int = 4
+    probe: bool = True
 
     @property
     def page_fragments(self) -> int:
-        return fragments_per_page(self.shape)
+        """The largest pages of which at least three fit."""
+        choices = page_choices(self.shape)
+        return next((count for count in choices if self._pages(count) >= 3), choices[-1])
+
+    def _pages(self, fragments: int) -> int:
+        room = min(self.ring_limit, SHARED_LIMIT - self.fixed_bytes())
+        return min(16, room // (WARPS * fragments * FRAGMENT_BYTES))
 
     @property
     def page_bytes(self) -> int:
         return self.page_fragments * FRAGMENT_BYTES
 
-    @property
-    def ring_pages(self) -> int:
-        return self.ring_bytes // (WARPS * self.page_bytes)
-
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: partial sums, rows' constants, queries, mailboxes of the ring, the ring."""
+    def fixed_bytes(self) -> int:
+        """Shared memory of a block beside the ring of weights, barriers of up to 16 pages a warp included."""
         s = self.shape
         sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + WARPS * 8 * 2)
         control = MAX_ROWS * (5 * 4 + 8 + 4 * KNOWN_SLOTS + 4 * s.head_dim)
         control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
         heads = MAX_ROWS * (2 * s.qdim // s.kv_heads + 4 * s.head_dim)
-        fixed = sums + control + heads + 2 * 8 * WARPS * self.ring_pages
-        units = WARPS * self.units * 32 * s.head_dim
-        return -(-(fixed + 64) // 128) * 128 + WARPS * self.ring_pages * self.page_bytes + units
+        units = WARPS * self.units * (32 * s.head_dim + 8 * 80)
+        return -(-(sums + control + heads + units + WARPS * 16 * 8) // 128) * 128 + 128
+
+    @property
+    def ring_pages(self) -> int:
+        """Pages of a warp's ring: what fits, up to the limit."""
+        return self._pages(self.page_fragments)
+
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: partial sums, rows' constants, queries, units of the cache, the ring."""
+        return self.fixed_bytes() + WARPS * self.ring_pages * self.page_bytes
 
     def layer_words(self) -> int:
         """4-byte words of one layer's exchange buffers."""
@@ -190,8 +200,8 @@ class DensePlan:
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
         s = self.shape
-        if self.shared_bytes() > SHARED_LIMIT:
-            raise Unsupported(f"{self.shared_bytes()} bytes of shared memory; a block has {SHARED_LIMIT}: lower ring_bytes")
+        if self.ring_pages < 2:
+            raise Unsupported(f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring")
         return {
             "LAYERS": s.layers,
             "HIDDEN": s.hidden,
@@ -203,8 +213,9 @@ class DensePlan:
             "QK_NORM": int(s.qk_norm),
             "PAGE_FRAGMENTS": self.page_fragments,
             "RING_PAGES": self.ring_pages,
-            "WINDOW": self.window,
             "UNITS": self.units,
             "STAMPS": self.stamps,
+            "COPIES": self.copies,
+            "PROBE": int(self.probe),
             "SHARED_BYTES": self.shared_bytes(),
         }

@@ -15,7 +15,7 @@ from lowlat_nvidia.dense.pack import DenseWeights, pack, pack_head_norms, pack_n
 from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, WARPS, DensePlan
 from lowlat_nvidia.jit import Function, compile_cubin
 
-THREADS = 32 * (WARPS + 1)
+THREADS = 32 * WARPS
 STAGES = ("input", "qkv", "attention", "combine", "attention output", "gate and up", "down", "logits")
 DEFAULT_SPIN_LIMIT = 4_000_000  # fruitless polls of one wait: seconds, where a step takes milliseconds
 
