@@ -168,15 +168,25 @@ class FakeEngine:
                 finish = FinishReason.LENGTH
             if finish:
                 break
+        if sampling.max_tokens == 0:
+            ids, finish, stop_id = [], FinishReason.LENGTH, None
         self.stats.generated_tokens += len(ids)
+        wants_scores = sampling.logprobs is not None
+        prompt_logprobs = None
+        if sampling.prompt_logprobs is not None and live.made <= script.burst:
+            # In two outputs, as chunks bring them.
+            scores = [self.logprobs(id, sampling.prompt_logprobs) for id in request.prompt_ids[1:]]
+            self.outputs.append(RequestOutput(request.id, [], prompt_logprobs=scores[:2]))
+            prompt_logprobs = scores[2:]
         self.outputs.append(
             RequestOutput(
                 request.id,
                 ids,
-                logprobs=None if sampling.logprobs is None else [self.logprobs(id, sampling.logprobs) for id in ids],
+                logprobs=[self.logprobs(id, sampling.logprobs) for id in ids] if wants_scores and ids else None,
                 finish_reason=finish,
                 stop_token_id=stop_id,
                 cached_tokens=script.cached_tokens,
+                prompt_logprobs=prompt_logprobs,
                 queue_s=live.queue_s,
             )
         )

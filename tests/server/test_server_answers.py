@@ -183,6 +183,65 @@ def test_streamed_logprobs_joined_equal_the_whole_ones(live, burst):
     assert [len(entry["top_logprobs"]) for entry in content] == [2] * 12
 
 
+def test_stop_strings_wait_for_min_tokens_and_may_be_kept(live):
+    body = scripted("a.b.c.d.") | {"prompt": "x", "max_tokens": 50, "stop": "."}
+    assert live.complete(**body)["choices"][0]["text"] == "a"
+    assert live.complete(**body, include_stop_str_in_output=True)["choices"][0]["text"] == "a."
+    later = live.complete(**body, min_tokens=4)
+    assert (later["choices"][0]["text"], later["usage"]["completion_tokens"]) == ("a.b.c", 6)
+
+
+def test_special_tokens_are_left_out_unless_asked_for(live):
+    salt = json.dumps({"reply": [END, *ids("a")]})
+    body = {"prompt": "x", "max_tokens": 2, "cache_salt": salt}
+    assert live.complete(**body)["choices"][0]["text"] == "a"
+    assert live.complete(**body, skip_special_tokens=False)["choices"][0]["text"] == "<e>a"
+
+
+@pytest.mark.parametrize("prompt", ["héy", ids("héy")])
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_an_echo_holds_the_prompt_and_its_scores(live, prompt, max_tokens):
+    # Found in other servers: echo dropped, one token sampled at max_tokens 0, or offsets short by the prompt.
+    body = {"prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": 2}
+    answer = live.complete(**body)
+    choice, logprobs = answer["choices"][0], answer["choices"][0]["logprobs"]
+    assert choice["text"] == "héy" + "hé"[:max_tokens] if max_tokens < 3 else "héyhé"
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    assert choice["finish_reason"] == "length"
+    assert [len(values) for values in logprobs.values()] == [4 + max_tokens] * 4
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert all(value == -0.25 for value in logprobs["token_logprobs"][1:])
+    assert logprobs["tokens"][:4] == ["h", "bytes:\\xc3", "bytes:\\xa9", "y"]
+    assert logprobs["text_offset"][:5] == [0, 1, 1, 2, 3][: 4 + max_tokens]
+    events = live.events("/v1/completions", **body)[:-1]
+    assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
+    for field, values in logprobs.items():
+        streamed = [event["choices"][0]["logprobs"] for event in events]
+        assert [item for part in streamed for item in part[field]] == values
+
+
+def test_an_echo_without_scores_and_with_choices(live):
+    answer = live.complete(prompt=["ab", "cd"], n=2, max_tokens=2, echo=True)
+    assert [choice["text"] for choice in answer["choices"]] == ["abab", "abab", "cdcd", "cdcd"]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+
+
+def test_prompt_scores_come_as_a_table(live):
+    for post in (
+        lambda **more: live.complete(prompt="abcd", **more),
+        lambda **more: live.chat("abcd", **more),
+    ):
+        choice = post(max_tokens=1, prompt_logprobs=2, return_token_ids=True)["choices"][0]
+        table = choice["prompt_logprobs"]
+        assert len(table) == len(choice["prompt_token_ids"])
+        assert table[0] is None
+        for id, candidates in zip(choice["prompt_token_ids"][1:], table[1:], strict=True):
+            assert candidates[str(id)]["logprob"] == -0.25
+            assert candidates[str(id)]["rank"] == 1
+            assert len(candidates) == 2
+        assert "prompt_logprobs" not in post(max_tokens=1)["choices"][0]
+
+
 def test_impossible_tokens_are_finite_numbers_in_json(live):
     answer = live.post("/v1/completions", prompt="abc", max_tokens=3, logprobs=5)
     tops = json.loads(answer.content, parse_constant=lambda name: pytest.fail(name))["choices"][0]["logprobs"]

@@ -65,16 +65,18 @@ def test_cancel_takes_the_id_of_an_answer_too_and_ends_all_choices(slow):
     assert idle(slow)
 
 
-def test_a_cancelled_answer_that_is_not_streamed_has_the_text_so_far(slow):
+@pytest.mark.parametrize("options", [{}, {"logprobs": 2, "echo": True, "prompt_logprobs": 1}])
+def test_a_cancelled_answer_that_is_not_streamed_has_the_text_so_far(slow, options):
     with ThreadPoolExecutor() as pool:
-        future = pool.submit(slow.complete, **LONG, request_id="whole")
+        future = pool.submit(slow.complete, **LONG, **options, request_id="whole")
         wait_for(lambda: slow.metric("lowlat_open_requests") == 1)
         time.sleep(0.1)
         assert slow.http.delete("/v1/requests/whole").json()["cancelled"]
         answer = future.result()
     assert answer["choices"][0]["finish_reason"] == "abort"
     assert 0 < answer["usage"]["completion_tokens"] < 120
-    assert len(answer["choices"][0]["text"]) == answer["usage"]["completion_tokens"]
+    echoed = 3 if options else 0
+    assert len(answer["choices"][0]["text"]) == answer["usage"]["completion_tokens"] + echoed
 
 
 def test_a_live_id_is_refused_and_free_afterwards(slow):

@@ -129,6 +129,58 @@ def test_logprobs_are_those_of_the_tokens(served):
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
 
 
+def test_scoring_a_prompt_equals_the_oracle_and_repeats_beside_the_cache(served):
+    case = max(json.loads(DATA.read_text())["cases"], key=lambda case: len(case["input_ids"]))
+    assert len(case["input_ids"]) > 33
+
+    def score(max_tokens):
+        answer = served.client.completions.create(
+            model="smollm2",
+            prompt=case["input_ids"],
+            max_tokens=max_tokens,
+            echo=True,
+            logprobs=1,
+            temperature=0,
+            extra_body={"skip_special_tokens": False},
+        )
+        return answer, answer.choices[0].logprobs
+
+    first, logprobs = score(0)
+    assert first.usage.completion_tokens == 0
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1:] == pytest.approx(case["prompt_logprobs"], abs=2e-3)
+    assert "".join(logprobs.tokens) == first.choices[0].text
+    # The prompt is in the prefix cache by now; the scores are there all the same.
+    for max_tokens in (1, 1):
+        again, scores = score(max_tokens)
+        assert scores.token_logprobs[1:-1] == pytest.approx(logprobs.token_logprobs[1:], abs=1e-4)
+        assert again.usage.completion_tokens == 1
+
+
+def test_bias_penalties_and_least_lengths_reach_the_sampler(served):
+    def run(**options):
+        extra = {"return_token_ids": True} | options.pop("extra_body", {})
+        answer = served.client.completions.create(
+            model="smollm2", prompt="The capital of France is", temperature=0, extra_body=extra, **options
+        )
+        return answer.choices[0]
+
+    plain = run(max_tokens=12).token_ids
+    banned = run(max_tokens=12, logit_bias={str(plain[0]): -100}).token_ids
+    assert plain[0] not in banned
+    forced = run(max_tokens=3, logit_bias={"1000": 100}).token_ids
+    assert forced == [1000] * 3
+    # A forced token wins until the penalty for each time it came outweighs its bias.
+    freed = run(max_tokens=16, logit_bias={"1000": 25}, frequency_penalty=2).token_ids
+    assert freed[0] == 1000
+    assert freed.count(1000) < 16
+    stopped = run(max_tokens=12, stop=" Paris")
+    assert (stopped.text, len(stopped.token_ids)) == ("", 1)
+    later = run(max_tokens=12, extra_body={"min_tokens": 8, "stop_token_ids": [plain[2]]}).token_ids
+    assert len(later) > 8
+    assert plain[2] not in later[:8]
+
+
 def test_seeds_repeat_and_choices_differ(served):
     def texts(seed, n):
         answer = served.client.completions.create(

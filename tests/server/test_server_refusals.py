@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_kit import byte_text_model, live_server
 
+from lowlat.engine.request import SamplingParams
 from lowlat.server.bodies import decode_body
 from lowlat.server.errors import ApiError
 from lowlat.server.plan import GREEDY_BELOW, derived_seed, sampling_params
@@ -41,7 +42,6 @@ def refuse(live, path, body, status=400):
         ("top_p", -0.1),
         ("top_k", -2),
         ("top_k", 1.5),
-        ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", "3"),
         ("max_tokens", 10**30),
@@ -60,17 +60,28 @@ def refuse(live, path, body, status=400):
         ("request_id", "x" * 129),
         ("cache_salt", 3),
         ("stream_options", {"include_usage": True}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": -100}),
-        ("min_tokens", 3),
-        ("min_p", 0.1),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {"5": -101}),
+        ("logit_bias", {"5": math.nan}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"5": "x"}),
+        ("logit_bias", [1]),
+        ("logit_bias", {str(n): 1 for n in range(1025)}),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("min_p", 1.1),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", True),
+        ("skip_special_tokens", 1),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
-        ("echo", True),
         ("echo", 0),
         ("presence_penalty", False),
+        ("modalities", ["audio"]),
         ("best_of", 3),
         ("suffix", "end"),
         ("logprobs", 21),
@@ -134,6 +145,11 @@ def test_a_bad_prompt_is_named(live, prompt, param):
         ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": USER, "prompt": "x"}, "prompt"),
         ({"messages": USER, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"messages": USER, "echo": True}, "echo"),
+        ({"messages": USER, "echo": 0}, "echo"),
+        ({"messages": USER, "max_tokens": 0}, "max_tokens"),
+        ({"messages": USER, "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"messages": USER, "logit_bias": {"260": 1}}, "logit_bias.260"),
         ({"messages": USER, "reasoning_effort": "high"}, "reasoning_effort"),
         ({"messages": USER, "stop": [""]}, "stop[0]"),
         ({"messages": USER, "stop": ""}, "stop"),
@@ -238,6 +254,27 @@ def test_small_temperatures_are_greedy_and_edge_filters_have_one_meaning():
     assert params(top_k=-1).top_k == 0
     assert params(top_k=1000).top_k == 100
     assert params(seed=-1).seed == 2**63 - 1
+
+
+def test_every_sampling_option_reaches_the_engine():
+    body = CompletionRequest(
+        prompt="x",
+        min_tokens=2,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={"7": -100, "9": 5, "007": 3},
+        prompt_logprobs=1,
+    )
+    params = sampling_params(body, 4, (3,), 100, echo=True)
+    assert (params.min_tokens, params.min_p, params.repetition_penalty) == (2, 0.1, 1.2)
+    assert (params.presence_penalty, params.frequency_penalty) == (-0.5, 0.25)
+    assert dict(params.logit_bias) == {7: 3, 9: 5}
+    assert params.prompt_logprobs == 4
+    assert sampling_params(body, 4, (3,), 100).prompt_logprobs == 1
+    plain = sampling_params(CompletionRequest(prompt="x"), None, (), 100)
+    assert plain == SamplingParams(temperature=1.0)
 
 
 def test_derived_seeds_differ_and_repeat():

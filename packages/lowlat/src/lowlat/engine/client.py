@@ -23,7 +23,7 @@ import zmq
 
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.messages import Abort, Call, Event, Failed, Outputs, Ready, Reply, Shutdown, Starting, Stats, Submit
-from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput
+from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from lowlat.engine.supervisor import ENGINE_PROGRAM, EngineProcess
 
 log = logging.getLogger("lowlat.engine")
@@ -102,19 +102,21 @@ class RequestStream:
 
 def join_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """One output that says what two of the same request said one after the other."""
-    logprobs = first.logprobs
-    if second.logprobs is not None:
-        logprobs = [*(logprobs or []), *second.logprobs]
     return RequestOutput(
         id=first.id,
         token_ids=first.token_ids + second.token_ids,
-        logprobs=logprobs,
+        logprobs=_join(first.logprobs, second.logprobs),
+        prompt_logprobs=_join(first.prompt_logprobs, second.prompt_logprobs),
         finish_reason=second.finish_reason,
         stop_token_id=second.stop_token_id,
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
         queue_s=first.queue_s or second.queue_s,
         error=second.error,
     )
+
+
+def _join(first: list[TokenLogprobs] | None, second: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+    return first if second is None else [*(first or []), *second]
 
 
 class EngineClient:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lowlat.server.prompt_part import PromptLogprobs
 from lowlat.text.output import TokenLogprob
 
 
@@ -33,8 +36,9 @@ class Timings(msgspec.Struct, kw_only=True):
 
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """null for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -46,6 +50,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -92,6 +97,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -119,6 +125,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -160,8 +167,8 @@ def completion_logprobs(entries: list[TokenLogprob] | None) -> CompletionLogprob
         return None
     return CompletionLogprobs(
         tokens=[entry.text for entry in entries],
-        token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[_alternatives(entry) for entry in entries],
+        token_logprobs=[None if math.isnan(entry.logprob) else entry.logprob for entry in entries],
+        top_logprobs=[None if math.isnan(entry.logprob) else _alternatives(entry) for entry in entries],
         text_offset=[entry.offset for entry in entries],
     )
 

@@ -16,7 +16,7 @@ from lowlat.server.requests import ChatRequest, CompletionRequest, Message, Stre
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
-_WHERE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_WHERE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>.*?)`")
 _MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
 
@@ -89,7 +89,8 @@ def _decoder(form: type[Any]) -> msgspec.json.Decoder[Any]:
 
 def _explain(text: str) -> ApiError:
     where = _WHERE.search(text)
-    path = where["path"] if where else ""
+    # `[...]` stands for a key that msgspec does not name.
+    path = where["path"].replace("[...]", "") if where else ""
     message = _WHERE.sub("", text)
     for pattern, words in ((_UNKNOWN, "is not a field of this request"), (_MISSING, "is required")):
         if found := pattern.search(message):
@@ -115,9 +116,13 @@ def _explain_malformed(data: bytes, reason: str) -> ApiError:
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
     if isinstance(value, dict):
         for name, item in value.items():
-            if isinstance(item, NotFinite):
-                return bad_field(name, "must be a finite number")
+            if isinstance(item, NotFinite) or (isinstance(item, dict) and _holds(item, NotFinite)):
+                return bad_field(name, "must be finite")
     return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+
+
+def _holds(item: dict[str, Any], kind: type) -> bool:
+    return any(isinstance(value, kind) for value in item.values())
 
 
 @functools.cache

@@ -51,5 +51,6 @@ async def create_completion(request: Request) -> Response:
         max_context=model.engine.max_context,
         max_n=settings.max_n,
         continues=True,
+        echo=bool(body.echo),
     )
     return answer(request, body, plan, model, CompletionWriter, arrival)

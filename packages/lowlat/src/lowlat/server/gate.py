@@ -7,6 +7,7 @@ import hmac
 import logging
 import re
 import time
+import traceback
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -53,8 +54,15 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, watched_send)
         except Exception as error:
-            log_event("internal_error", level=logging.ERROR, path=scope["path"], error=type(error).__name__)
-            logging.getLogger("lowlat.server").debug("internal_error", exc_info=True)
+            log_event(
+                "internal_error",
+                level=logging.ERROR,
+                request_id=scope.get("lowlat_request_id"),
+                path=scope["path"],
+                error=type(error).__name__,
+                # Where, but not the message: it may hold what a client sent.
+                where=[f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]],
+            )
             # An answer that has begun is left unfinished, which closes its connection.
             if not status:
                 await unexpected().response()(scope, receive, watched_send)

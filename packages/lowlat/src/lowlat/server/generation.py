@@ -12,6 +12,7 @@ from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput
 from lowlat.server.answers import PromptTokensDetails, Timings, Usage
 from lowlat.server.errors import engine_failed
 from lowlat.server.plan import Plan
+from lowlat.server.prompt_part import PromptPart
 from lowlat.text.output import Delta, OutputAssembler
 from lowlat.text.tokenizer import Tokenizer
 
@@ -19,13 +20,42 @@ from lowlat.text.tokenizer import Tokenizer
 class Choice:
     """One sequence of a request: its number in the answer and the text made so far."""
 
-    __slots__ = ("assembler", "cached_tokens", "engine_id", "finish_reason", "index", "prompt_ids", "queue_s")
+    __slots__ = (
+        "assembler",
+        "begun",
+        "cached_tokens",
+        "engine_id",
+        "finish_reason",
+        "index",
+        "prompt",
+        "prompt_ids",
+        "queue_s",
+    )
 
-    def __init__(self, index: int, engine_id: str, prompt_ids: list[int], assembler: OutputAssembler) -> None:
+    def __init__(self, index: int, engine_id: str, prompt_ids: list[int], plan: Plan, tokenizer: Tokenizer) -> None:
         self.index = index
         self.engine_id = engine_id
         self.prompt_ids = prompt_ids
-        self.assembler = assembler
+        self.prompt = PromptPart(
+            tokenizer,
+            prompt_ids,
+            echo=plan.echo,
+            echo_logprobs=plan.sampling.logprobs,
+            table_logprobs=plan.prompt_logprobs,
+            skip_special_tokens=plan.skip_special_tokens,
+        )
+        self.assembler = OutputAssembler(
+            tokenizer,
+            stop=plan.stop,
+            include_stop=plan.include_stop,
+            min_tokens=plan.sampling.min_tokens,
+            logprobs=plan.sampling.logprobs is not None,
+            skip_special_tokens=plan.skip_special_tokens,
+            text_offset=len(self.prompt.text),
+            continues=plan.continues,
+        )
+        self.begun = False
+        """Whether a delta has been made of it."""
         self.finish_reason: str | None = None
         self.cached_tokens = 0
         self.queue_s: float | None = None
@@ -49,17 +79,7 @@ class Generation:
         self._stream: RequestStream | None = None
         self._ended_at: float | None = None
         self.choices = [
-            Choice(
-                prompt * plan.n + number,
-                f"{serial:x}.{prompt * plan.n + number}",
-                ids,
-                OutputAssembler(
-                    tokenizer,
-                    stop=plan.stop,
-                    logprobs=plan.sampling.logprobs is not None,
-                    continues=plan.continues,
-                ),
-            )
+            Choice(prompt * plan.n + number, f"{serial:x}.{prompt * plan.n + number}", ids, plan, tokenizer)
             for prompt, ids in enumerate(plan.prompts)
             for number in range(plan.n)
         ]
@@ -98,8 +118,10 @@ class Generation:
                 choice = self._by_id[output.id]
                 if choice.finish_reason is not None:
                     continue
-                delta = self._push(choice, output)
-                yield choice, delta
+                if output.prompt_logprobs:
+                    choice.prompt.take(output.prompt_logprobs)
+                if output.token_ids or output.finish_reason is not None:
+                    yield choice, self._push(choice, output)
         finally:
             self.cancel()
             self._ended_at = time.monotonic()
@@ -112,12 +134,20 @@ class Generation:
         if choice.queue_s is None and output.token_ids:
             choice.queue_s = output.queue_s
         delta = choice.assembler.push(
-            output.token_ids, output.logprobs, output.finish_reason, self._stop_reason(choice, output)
+            # An end without a token (an abort) has no scores.
+            output.token_ids,
+            output.logprobs or [],
+            output.finish_reason,
+            self._stop_reason(choice, output),
         )
         if delta.finished:
             choice.finish_reason = delta.finish_reason
             if output.finish_reason is None:
                 self._engine.abort(choice.engine_id, "stop")
+        if not choice.begun:
+            choice.begun = True
+            if self.plan.echo:
+                return join_deltas(choice.prompt.echo(), delta)
         return delta
 
     def _stop_reason(self, choice: Choice, output: RequestOutput) -> int | None:

@@ -30,6 +30,12 @@ class Plan(msgspec.Struct, kw_only=True):
     return_token_ids: bool
     continues: bool
     """The answer goes on from raw text (completions), so a space at its start belongs to it."""
+    echo: bool
+    """The answer begins with the prompt."""
+    include_stop: bool
+    skip_special_tokens: bool
+    prompt_logprobs: int | None
+    """Alternatives of prompt tokens that the client asked for by themselves; those of an echo follow `logprobs`."""
 
     def sampling_of(self, prompt: int, choice: int) -> SamplingParams:
         """Parameters of choice number `choice` of a prompt. Choice 0 keeps the request's seed, so `n` does not change
@@ -58,6 +64,7 @@ def make_plan(
     max_context: int,
     max_n: int,
     continues: bool,
+    echo: bool = False,
 ) -> Plan:
     """Check what depends on the model, and settle every default.
 
@@ -83,9 +90,11 @@ def make_plan(
         if id >= vocab_size:
             raise bad_field(f"stop_token_ids[{number}]", _outside(id, vocab_size))
     asked = max_tokens if max_tokens is not None else default_max_tokens
+    if body.min_tokens and asked is not None and body.min_tokens > asked:
+        raise bad_field("min_tokens", f"{body.min_tokens} is more than the {asked} tokens that may be generated")
     return Plan(
         prompts=prompts,
-        sampling=sampling_params(body, logprobs, tuple(dict.fromkeys(stop_ids)), vocab_size),
+        sampling=sampling_params(body, logprobs, tuple(dict.fromkeys(stop_ids)), vocab_size, echo=echo),
         max_tokens=[max_context - len(ids) if asked is None else min(asked, max_context - len(ids)) for ids in prompts],
         n=n,
         stop=[body.stop] if isinstance(body.stop, str) else list(dict.fromkeys(body.stop or [])),
@@ -93,13 +102,26 @@ def make_plan(
         cache_salt=body.cache_salt or "",
         return_token_ids=bool(body.return_token_ids),
         continues=continues,
+        echo=echo,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
 def sampling_params(
-    body: GenerationFields, logprobs: int | None, stop_token_ids: tuple[int, ...], vocab_size: int
+    body: GenerationFields,
+    logprobs: int | None,
+    stop_token_ids: tuple[int, ...],
+    vocab_size: int,
+    *,
+    echo: bool = False,
 ) -> SamplingParams:
-    """The engine's parameters. `top_p` 0 means the most likely token alone, as `top_k` 1 does; `top_k` -1 is off."""
+    """The engine's parameters. `top_p` 0 means the most likely token alone, as `top_k` 1 does; `top_k` -1 is off.
+
+    Raises:
+        ApiError: 400; a token of `logit_bias` is outside the vocabulary.
+    """
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     top_k = 0 if body.top_k is None or body.top_k < 0 else min(body.top_k, vocab_size)
@@ -113,7 +135,26 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=_most(body.prompt_logprobs, logprobs if echo else None),
+        min_tokens=body.min_tokens or 0,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
     )
+
+
+def _most(first: int | None, second: int | None) -> int | None:
+    return max((value for value in (first, second) if value is not None), default=None)
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    for key in bias:
+        if int(key) >= vocab_size:
+            raise bad_field(f"logit_bias.{key}", _outside(int(key), vocab_size))
+    # "7" and "07" are the same token: the last one counts, as for equal keys of a JSON object.
+    return tuple({int(key): value for key, value in bias.items()}.items())
 
 
 def completion_prompts(body: CompletionRequest, max_prompts: int) -> Sequence[str | list[int]]:

@@ -25,6 +25,9 @@ def no_op(*values: Any) -> Meta:
 IGNORED = Meta(description="Accepted and ignored: it cannot change the answer.")
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -44,18 +47,8 @@ class Unsupported(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     functions: Annotated[Any, no_op([])] = None
     function_call: Annotated[Any, no_op("none", "auto")] = None
     response_format: Annotated[Any, no_op({"type": "text"})] = None
-    presence_penalty: Annotated[Any, no_op(0)] = None
-    frequency_penalty: Annotated[Any, no_op(0)] = None
-    repetition_penalty: Annotated[Any, no_op(1)] = None
-    logit_bias: Annotated[Any, no_op({})] = None
-    min_tokens: Annotated[Any, no_op(0)] = None
-    min_p: Annotated[Any, no_op(0)] = None
     best_of: Annotated[Any, no_op(1)] = None
     suffix: Annotated[Any, no_op("")] = None
-    echo: Annotated[Any, no_op(False)] = None
-    prompt_logprobs: Annotated[Any, no_op()] = None
-    include_stop_str_in_output: Annotated[Any, no_op(False)] = None
-    skip_special_tokens: Annotated[Any, no_op(True)] = None
     modalities: Annotated[Any, no_op(["text"])] = None
     audio: Annotated[Any, no_op()] = None
     prediction: Annotated[Any, no_op()] = None
@@ -81,10 +74,19 @@ class GenerationFields(Unsupported, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Meta(max_length=1024)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -98,7 +100,10 @@ class CompletionRequest(GenerationFields, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """0 generates nothing: with `echo` and `logprobs`, the prompt is scored."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
 
 
 class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -123,4 +128,5 @@ class ChatRequest(GenerationFields, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: Annotated[Any, no_op(False)] = None
     chat_template_kwargs: Annotated[Any, no_op({})] = None

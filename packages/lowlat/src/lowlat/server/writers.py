@@ -23,6 +23,7 @@ from lowlat.server.answers import (
     completion_logprobs,
 )
 from lowlat.server.generation import Choice, Generation, join_deltas
+from lowlat.server.prompt_part import PromptLogprobs
 from lowlat.server.responses import DONE, event
 from lowlat.text.output import Delta
 
@@ -71,6 +72,11 @@ async def collect(generation: Generation, writer: Writer) -> AsyncIterator[bytes
     yield writer.whole(ordered, generation.usage(), generation.timings())
 
 
+def _table(choice: Choice) -> PromptLogprobs | msgspec.UnsetType:
+    table = choice.prompt.table()
+    return UNSET if table is None else table
+
+
 class CompletionWriter:
     """Wording of `/v1/completions`."""
 
@@ -117,6 +123,7 @@ class CompletionWriter:
             stop_reason=delta.stop_reason if delta.finished else UNSET,
             token_ids=delta.token_ids if self._with_ids else UNSET,
             prompt_token_ids=choice.prompt_ids if self._with_ids and first else UNSET,
+            prompt_logprobs=_table(choice) if first else UNSET,
         )
 
 
@@ -150,6 +157,7 @@ class ChatWriter:
                         stop_reason=delta.stop_reason if delta.finished else UNSET,
                         token_ids=delta.token_ids if self._with_ids else UNSET,
                         prompt_token_ids=choice.prompt_ids if self._with_ids and first else UNSET,
+                        prompt_logprobs=_table(choice) if first else UNSET,
                     )
                 ],
                 usage=usage,
@@ -172,6 +180,7 @@ class ChatWriter:
                 stop_reason=delta.stop_reason,
                 token_ids=delta.token_ids if self._with_ids else UNSET,
                 prompt_token_ids=choice.prompt_ids if self._with_ids else UNSET,
+                prompt_logprobs=_table(choice),
             )
             for choice, delta in answers
         ]
