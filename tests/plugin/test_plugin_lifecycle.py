@@ -119,6 +119,7 @@ def test_a_wait_that_never_ends_is_given_up_by_name():
     low = installed("WaitsForEver", host, min_deadline_s=0.1)
     assert Code.DEADLINE in codes(low)
     assert low.state is State.FAILED
+    assert low.kernel.engine is not None, "what the hanging thread works on was closed"
     general_still_right(host)
 
 

@@ -209,7 +209,8 @@ class LowLatency:
             if shadow is None:
                 return
             misses = [reason for shape in chosen for reason in self._prove_shape(shadow, shape, chosen)]
-            if not any(reason.code == Code.DEADLINE for reason in misses):
+            # A device whose queue hangs would keep whoever waits for it.
+            if self.host.device.startswith("cpu") or not _hangs(misses):
                 shadow.close()
         fatal = [reason for reason in misses if self.policy is Policy.REQUIRE or reason.code != Code.NUMERICS]
         if fatal or not table.covered:
@@ -338,7 +339,7 @@ class LowLatency:
 
     def close(self) -> None:
         """Give everything back. Safe at any time and more than once."""
-        if self.kernel is not None and self.state is not State.CLOSED:
+        if self.kernel is not None and self.state is not State.CLOSED and not _hangs(self._failure):
             with contextlib.suppress(Exception):
                 self.kernel.close()
         self.state = State.CLOSED
@@ -377,7 +378,8 @@ class LowLatency:
         fresh = [reason for reason in reasons if reason not in self._failure]
         self._failure += tuple(fresh)
         self.state = State.FAILED
-        if self.kernel is not None:
+        # What a kernel that never came back still works on must stay where it is.
+        if self.kernel is not None and not _hangs(self._failure):
             with contextlib.suppress(Exception):
                 self.kernel.close()
         if self.policy is Policy.REQUIRE:
@@ -406,6 +408,10 @@ def _implement(candidate: Candidate) -> tuple[Kernel | None, list[Reason]]:
         return implementation(candidate.spec), []
     except Refused as refusal:
         return None, list(refusal.reasons)
+
+
+def _hangs(reasons: Iterable[Reason]) -> bool:
+    return any(reason.code == Code.DEADLINE for reason in reasons)
 
 
 def _done(method: Callable[[], None]) -> str:

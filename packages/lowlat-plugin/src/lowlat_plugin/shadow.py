@@ -263,6 +263,7 @@ class Shadow:
         slots = step.write_slots_R[step.write_slots_R >= 0]
         before = [pool[self._watched_W].clone() for pool in self._pools()]
         held = self.host.memory_bytes()
+        self.host.synchronize()
         given, what = dataclasses.replace(step), f"{kernel.spec.name} step {step.shape}"
         logits = call_within(2 * seconds, what, lambda: self._forward(kernel, given))
         grown = (self.host.memory_bytes() or 0) - (held or 0)
@@ -284,6 +285,8 @@ class Shadow:
     def _forward(self, kernel: Kernel, step: StepInputs) -> Tensor:
         import torch
 
+        if self.host.device.startswith("cuda"):
+            torch.cuda.set_device(self.host.device)  # this is another thread than the host's
         with torch.inference_mode():
             logits = kernel.forward(step)
             self.host.synchronize()
