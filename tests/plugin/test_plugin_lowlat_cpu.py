@@ -188,6 +188,28 @@ def test_files_that_are_not_covered_are_refused_with_every_fault(metadata, kind,
     assert len(faults) >= 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"llama.block_count": 3}, "blk.2.attn_q.weight is None"),
+        ({"llama.feed_forward_length": 192}, "wanted (192, 96)"),
+        ({"llama.attention.head_count": 12}, "blk.0.attn_q.weight is (96, 96), wanted (192, 96)"),
+        ({"llama.attention.head_count_kv": 4}, "do not make a model"),
+        ({"llama.attention.head_count": 0}, "do not make a model"),
+        ({"llama.embedding_length": "wide"}, "no usable"),
+    ],
+)
+def test_files_whose_shapes_disagree_with_their_metadata_never_reach_compiled_code(changes, said, tmp_path):
+    case = small_llama(0, tmp_path)
+    file = gguf.GGUFFile(case.checkpoint)
+    tensors = {name: (i.kind, i.shape, file.raw(name).tobytes()) for name, i in file.tensors.items()}
+    path = tmp_path / "odd.gguf"
+    gguf.write(path, file.metadata | changes, tensors)
+    with pytest.raises(weights.UnsupportedFile) as refusal:
+        weights.PackedModel(path, native.load(), lambda n: np.empty(n, np.uint8), 1)
+    assert any(said in fault for fault in refusal.value.faults), refusal.value.faults
+
+
 def test_damaged_files_say_so(tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"GGUF\3\0\0\0")

@@ -108,8 +108,10 @@ class GGUFFile:
             for _ in range(count):
                 (length,) = struct.unpack_from("<Q", self._map, self._at)
                 self._at += 8 + length
-        else:
+        elif kind in _SCALARS:
             self._at += count * struct.calcsize("<" + _SCALARS[kind])
+        else:
+            raise GGUFError(f"arrays of metadata type {kind} are not understood")
         return int(count)
 
 

@@ -45,7 +45,8 @@ class LlamaKernel(Kernel):
             file = gguf.GGUFFile(path)
         except (OSError, ValueError) as error:
             return [Reason(Code.LIBRARY, "checkpoint", str(error), "a readable GGUF file")]
-        reasons = [Reason(Code.LIBRARY, path.name, fault) for fault in weights.file_faults(file)]
+        faults = weights.file_faults(file) or weights.shape_faults(file)
+        reasons = [Reason(Code.LIBRARY, path.name, fault) for fault in faults]
         return reasons or _other_weights(file, context)
 
     def probe(self, context: BuildContext) -> Plan:
@@ -110,7 +111,7 @@ def _path(context: BuildContext) -> Path:
 def _other_weights(file: gguf.GGUFFile, context: BuildContext) -> list[Reason]:
     """Compare one matrix with the loaded model's: a file that was replaced, or weights that were changed."""
     info = file.tensors["blk.0.attn_k.weight"]
-    order = weights.halves_apart(info.shape[0], file.metadata["llama.attention.head_count_kv"])
+    order = weights.halves_apart(info.shape[0], weights.sizes(file)["kv_heads"])
     ours = torch.from_numpy(gguf.dequantise(file.raw(info.name), info.kind, info.shape)[order])
     theirs = context.weights.get(COMPARED)
     if theirs.shape == ours.shape and torch.equal(theirs.cpu().float(), ours):

@@ -40,7 +40,7 @@ class PackedModel:
 
     def __init__(self, path: Path, library: native.Library, allocate: Allocate, threads: int) -> None:
         self._file = gguf.GGUFFile(path)
-        faults = file_faults(self._file)
+        faults = file_faults(self._file) or shape_faults(self._file)
         if faults:
             raise UnsupportedFile(faults)
         self._library, self._allocate = library, allocate
@@ -56,21 +56,10 @@ class PackedModel:
         self.struct.head = self.struct.embedding if tied else self._matrix("output.weight")
 
     def _shape(self, threads: int) -> native.Model:
-        read = {key.partition(".")[2]: value for key, value in self._file.metadata.items() if key.startswith("llama.")}
-        heads, hidden = read["attention.head_count"], read["embedding_length"]
-        struct = native.Model(
-            layers=read["block_count"],
-            hidden=hidden,
-            inner=read["feed_forward_length"],
-            heads=heads,
-            kv_heads=read.get("attention.head_count_kv", heads),
-            head_dim=read.get("attention.key_length", hidden // heads),
-            vocabulary=self._file.tensors["token_embd.weight"].shape[0],
-            threads=threads,
-            epsilon=read["attention.layer_norm_rms_epsilon"],
-        )
+        struct = native.Model(**sizes(self._file), threads=threads)
+        struct.epsilon = self._file.metadata["llama.attention.layer_norm_rms_epsilon"]
         exponents = np.arange(0, struct.head_dim, 2, dtype=np.float32) / np.float32(struct.head_dim)
-        base = np.float32(read.get("rope.freq_base", 10000.0))
+        base = np.float32(self._file.metadata.get("llama.rope.freq_base", 10000.0))
         struct.frequencies = self._keep((np.float32(1.0) / base**exponents).astype(np.float32))
         return struct
 
@@ -97,6 +86,44 @@ class PackedModel:
     def _keep(self, array: np.ndarray) -> int:
         self._kept.append(array)
         return int(array.ctypes.data)
+
+
+def sizes(file: gguf.GGUFFile) -> dict[str, int]:
+    """The model's sizes by the struct's names. Raises KeyError or TypeError where the metadata lacks one."""
+    read = {key.partition(".")[2]: value for key, value in file.metadata.items() if key.startswith("llama.")}
+    heads, hidden = read["attention.head_count"], read["embedding_length"]
+    found = {
+        "layers": read["block_count"],
+        "hidden": hidden,
+        "inner": read["feed_forward_length"],
+        "heads": heads,
+        "kv_heads": read.get("attention.head_count_kv", heads),
+        "head_dim": read.get("attention.key_length", hidden // max(heads, 1)),
+        "vocabulary": file.tensors["token_embd.weight"].shape[0],
+    }
+    return {name: int(value) for name, value in found.items()}
+
+
+def shape_faults(file: gguf.GGUFFile) -> list[str]:
+    """Where tensors are missing or of another shape than the metadata says: compiled code trusts both."""
+    try:
+        model = sizes(file)
+    except (KeyError, TypeError, ValueError) as error:
+        return [f"the metadata has no usable {error}"]
+    if min(model.values()) < 1 or model["heads"] % model["kv_heads"] or model["head_dim"] % native.LANES:
+        return [f"these sizes do not make a model: {model}"]
+    hidden, inner = model["hidden"], model["inner"]
+    query, key = model["heads"] * model["head_dim"], model["kv_heads"] * model["head_dim"]
+    wanted = {"token_embd.weight": (model["vocabulary"], hidden), "output_norm.weight": (hidden,)}
+    if "output.weight" in file.tensors:
+        wanted["output.weight"] = (model["vocabulary"], hidden)
+    for layer in range(model["layers"]):
+        shapes = ((query, hidden), (key, hidden), (key, hidden), (hidden, query), (inner, hidden), (inner, hidden))
+        names = LAYER_MATRICES.values()
+        wanted |= {f"blk.{layer}.{n}.weight": shape for n, shape in zip(names, (*shapes, (hidden, inner)), strict=True)}
+        wanted |= {f"blk.{layer}.{n}.weight": (hidden,) for n in ("attn_norm", "ffn_norm")}
+    found = {name: file.tensors[name].shape if name in file.tensors else None for name in wanted}
+    return [f"{name} is {found[name]}, wanted {shape}" for name, shape in wanted.items() if found[name] != shape]
 
 
 def halves_apart(rows: int, heads: int) -> np.ndarray:

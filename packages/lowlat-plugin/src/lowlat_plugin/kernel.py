@@ -81,9 +81,6 @@ class Workspace:
     def close(self) -> None:
         self._open = False
 
-    def reopen(self) -> None:
-        self._open = True
-
 
 @dataclass(slots=True)
 class BuildContext:
