@@ -34,7 +34,7 @@ def test_block_sizes(number: int) -> None:
 
 @pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (3, 2), (7, 5)])
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
 def test_dequantised_values(kind: Any, rows: int, blocks: int) -> None:
     random = np.random.default_rng(rows)
     data = random.integers(0, 256, (rows, blocks * kind.block_bytes), dtype=np.uint8)

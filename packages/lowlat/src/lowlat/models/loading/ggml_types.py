@@ -150,6 +150,19 @@ def _q6_k(rows: Blocks) -> Values:
     return values.reshape(len(rows), -1)
 
 
+_E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+
+
+def _mxfp4(rows: Blocks) -> Values:
+    """Block: exponent byte e, 32 x 4 bits of e2m1 q. Value = q 2^(e - 127) (OCP Microscaling Formats 1.0)."""
+    blocks_RNB = rows.reshape(len(rows), -1, 17)
+    values = _E2M1_DOUBLED[_nibbles(blocks_RNB[..., 1:])]
+    # The table holds 2 q, so that its entries are whole: half of the scale makes up for it.
+    with np.errstate(over="ignore"):  # the largest exponents make infinities
+        values *= np.ldexp(np.float32(1), blocks_RNB[..., :1].astype(np.int32) - 128)
+    return values.reshape(len(rows), -1)
+
+
 GGML_TYPES: dict[int, GGMLType] = {
     0: GGMLType("F32", 1, 4, _float32),
     1: GGMLType("F16", 1, 2, _float16),
@@ -180,6 +193,6 @@ GGML_TYPES: dict[int, GGMLType] = {
     30: GGMLType("BF16", 1, 2, _bfloat16),
     34: GGMLType("TQ1_0", 256, 54),
     35: GGMLType("TQ2_0", 256, 66),
-    39: GGMLType("MXFP4", 32, 17),
+    39: GGMLType("MXFP4", 32, 17, _mxfp4),
 }
 """By the number that GGUF files use."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from lowlat.models.loading.ggml_types import GGMLType
 from lowlat.models.loading.gguf import GGUFError, GGUFFile
+from lowlat.models.loading.gguf_architectures import ARCHITECTURES
 from lowlat.models.loading.rope_scaling import rope_scaling_of
 from lowlat.text.gguf_tokenizer import tokenizer_from_gguf
 from lowlat.text.tokenizer import Tokenizer, TokenizerError
@@ -19,17 +20,6 @@ _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -41,13 +31,14 @@ class GGUFWeight:
     """Where a weight of the Hugging Face layout lies in the file.
 
     `heads`: the number of attention heads whose rows the file keeps in interleaved order (see `row_order`); None
-    where rows are in the usual order.
+    where rows are in the usual order. `offset`: what the file's values are above those of Hugging Face.
     """
 
     tensor: str
     type: GGMLType
     shape: tuple[int, ...]
     heads: int | None = None
+    offset: float = 0.0
 
     def row_order(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """For each row of the Hugging Face layout, the row of the file that holds it; None where they are the same.
@@ -72,35 +63,38 @@ class GGUFModel:
     """
 
     def __init__(self, file: GGUFFile) -> None:
-        """Raises GGUFError for architectures other than llama, missing metadata or unknown tensors."""
+        """Raises GGUFError for architectures that are not supported, missing metadata or unknown tensors."""
         self.file = file
-        architecture = file.metadata.get("general.architecture")
-        if architecture != "llama":
+        name = file.metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             raise GGUFError(
-                f"{file.path} holds a model of the architecture {architecture!r}; supported in GGUF files: llama. "
+                f"{file.path} holds a model of the architecture {name!r}; supported in GGUF files: "
+                f"{', '.join(ARCHITECTURES)}. "
                 "Use the model's Hugging Face folder (safetensors) instead, if its architecture is supported there"
             )
+        self._name = name
+        self._architecture = ARCHITECTURES[name]
         self.weights: dict[str, GGUFWeight] = {}
         self.config = self._config()
         self._map_weights()
 
     def _value(self, key: str, default: Any = None) -> Any:
-        """Metadata of the llama architecture; without a default it is required."""
-        value = self.file.metadata.get(f"llama.{key}", default)
+        """Metadata of the file's architecture; without a default it is required."""
+        value = self.file.metadata.get(f"{self._name}.{key}", default)
         if value is None:
-            raise GGUFError(f"{self.file.path} lacks the metadata llama.{key}")
+            raise GGUFError(f"{self.file.path} lacks the metadata {self._name}.{key}")
         return value
 
     def _count(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise GGUFError(f"{self.file.path}: llama.{key} must be one positive whole number, not {value!r}")
+            raise GGUFError(f"{self.file.path}: {self._name}.{key} must be one positive whole number, not {value!r}")
         return value
 
     def _number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise GGUFError(f"{self.file.path}: llama.{key} must be a number, not {value!r}")
+            raise GGUFError(f"{self.file.path}: {self._name}.{key} must be a number, not {value!r}")
         # The file holds float32; its shortest decimal form is what the model's authors wrote (1e-05).
         return float(str(np.float32(value)))
 
@@ -116,8 +110,8 @@ class GGUFModel:
             raise GGUFError(f"{self.file.path}: rotary embedding over a part of a head is not supported")
         theta = self._number("rope.freq_base", 10_000.0)
         config: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [self._architecture.hugging_face],
+            "model_type": self._architecture.model_type,
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden,
             "intermediate_size": self._count("feed_forward_length"),
@@ -135,35 +129,46 @@ class GGUFModel:
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
             "dtype": "float32",
         }
+        config |= self._architecture.file_config(config, self._count)
         generation = self.generation_config()
         return config | {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
 
     def _rope_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
         factors = self.file.dequantize(_ROPE_FACTORS) if _ROPE_FACTORS in self.file.tensors else None
         return rope_scaling_of(
-            self.file.metadata, factors, theta=theta, head_dim=head_dim, context=self._count("context_length")
+            {key.removeprefix(f"{self._name}."): value for key, value in self.file.metadata.items()},
+            factors,
+            theta=theta,
+            head_dim=head_dim,
+            context=self._count("context_length"),
         )
 
     def _map_weights(self) -> None:
         heads = {"attn_q": self.config["num_attention_heads"], "attn_k": self.config["num_key_value_heads"]}
+        names, offset = self._architecture.layer_names, self._architecture.norm_offset
+        if not self._architecture.interleaved:
+            heads = {}
         unknown = []
         for name, info in self.file.tensors.items():
             if name == _ROPE_FACTORS:
                 continue
+            shift = offset if name.endswith("norm.weight") else 0.0
             if name in _TOP_NAMES:
-                self.weights[_TOP_NAMES[name]] = GGUFWeight(name, info.type, info.shape)
+                self.weights[_TOP_NAMES[name]] = GGUFWeight(name, info.type, info.shape, offset=shift)
                 continue
             match = _LAYER_TENSOR.fullmatch(name)
-            if match is None or match[2] not in _LAYER_NAMES or int(match[1]) >= self.config["num_hidden_layers"]:
+            if match is None or match[2] not in names or int(match[1]) >= self.config["num_hidden_layers"]:
                 unknown.append(name)
                 continue
             if (count := heads.get(match[2])) and info.shape[0] % (2 * count):
                 raise GGUFError(f"{self.file.path}: {name} has {info.shape[0]} rows, not {count} heads of even size")
-            target = f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-            self.weights[target] = GGUFWeight(name, info.type, info.shape, heads.get(match[2]))
+            target = f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
+            self.weights[target] = GGUFWeight(name, info.type, info.shape, heads.get(match[2]), shift)
         if unknown:
             shown = ", ".join(unknown[:5]) + (" ..." if len(unknown) > 5 else "")
-            raise GGUFError(f"{self.file.path} has {len(unknown)} tensors that a llama model does not have: {shown}")
+            raise GGUFError(
+                f"{self.file.path} has {len(unknown)} tensors that a {self._name} model does not have: {shown}"
+            )
 
     def read(self, name: str, chunk_values: int = 1 << 24) -> Iterator[np.ndarray[Any, Any]]:
         """A weight in the Hugging Face layout, in pieces of whole rows of about `chunk_values` values.
@@ -177,11 +182,12 @@ class GGUFModel:
         if len(weight.shape) == 1:
             # A vector is one row of blocks; in interleaved order (a bias) its values are what is reordered.
             values = raw.blocks
-            if order is not None:
-                values = self.file.dequantize(weight.tensor)[order].reshape(1, -1)
+            if order is not None or weight.offset:
                 if weight.type.block_values == 1 and weight.type.name != "F32":
-                    raise GGUFError(f"{self.file.path}: the bias {weight.tensor} is {weight.type.name}, not F32")
-                values = values.view(np.uint8)
+                    raise GGUFError(f"{self.file.path}: the vector {weight.tensor} is {weight.type.name}, not F32")
+                numbers = self.file.dequantize(weight.tensor)
+                numbers = numbers - np.float32(weight.offset) if order is None else numbers[order]
+                values = numbers.reshape(1, -1).view(np.uint8)
             yield values
             return
         step = max(1, chunk_values // weight.shape[-1])

@@ -24,7 +24,7 @@ def rope_scaling_of(
     """`rope_scaling` of a config.json, or None where positions are not scaled.
 
     Args:
-        metadata: of the GGUF file.
+        metadata: of the GGUF file, keys of its architecture without their prefix.
         factors: float32 [head_dim / 2], by which the file divides each frequency (its tensor rope_freqs), if any.
         theta: base of the frequencies.
         head_dim: values of a head that are rotated.
@@ -35,15 +35,15 @@ def rope_scaling_of(
     """
     if factors is not None:
         return _llama3(factors, theta, head_dim)
-    kind = metadata.get("llama.rope.scaling.type", "none")
+    kind = metadata.get("rope.scaling.type", "none")
     if kind == "none":
         return None
-    factor = metadata.get("llama.rope.scaling.factor")
+    factor = metadata.get("rope.scaling.factor")
     if kind not in ("linear", "yarn") or not isinstance(factor, int | float) or not factor > 0:
         raise GGUFError(f"rotary scaling {kind!r} with factor {factor!r} is not supported; linear and yarn are")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
-        original = metadata.get("llama.rope.scaling.original_context_length", round(context / factor))
+        original = metadata.get("rope.scaling.original_context_length", round(context / factor))
         scaling["original_max_position_embeddings"] = int(original)
     return scaling
 

@@ -1,0 +1,94 @@
+"""Families in the engine: windows with a warm prefix cache, chunked prompts, preemption and two ranks over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from family_kit import VOCABULARY, build, expected_logits, random_tokens, save_random
+
+from lowlat.cache.layout import KVPool
+from lowlat.cache.prefix import PrefixCache
+from lowlat.engine.batch import PlanLimits
+from lowlat.engine.core import EngineCore
+from lowlat.engine.executor import ThreadExecutor
+from lowlat.engine.request import GenerateRequest, SamplingParams
+from lowlat.engine.runner import ModelRunner
+from lowlat.engine.scheduler import Scheduler
+from lowlat.offline import Engine
+from lowlat.parallel.group import SingleRank
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma3": {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 6},
+    "GptOss": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attn_implementation": "eager",
+    },
+    "Qwen3Moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+}
+ANSWER = 20
+
+
+def check_greedy(reference: Any, prompt: list[int], answer: list[int]) -> None:
+    """Every token is the best that transformers sees there, or within rounding of it."""
+    assert len(answer) == ANSWER
+    logits = expected_logits(reference, prompt + answer)[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert (logits.amax(-1) - chosen).max() < 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_prefixes_chunks_and_preemption(family: str, tmp_path: Path):
+    reference, model = save_random(tmp_path, family, **FAMILIES[family]), build(tmp_path)
+    pages, page_size = 60, 2
+    limits = PlanLimits(max_batch=4, max_rows=16 + 4, max_pages=pages)
+    kv = KVPool(model.kv_layout(pages, page_size), torch.device("cpu"))
+    for tensor in kv.keys + kv.values:
+        tensor[: pages * page_size] = float("nan")
+    scheduler = Scheduler(PrefixCache(pages, page_size), limits, eos_ids=frozenset(), chunk_tokens=16, seed=0)
+    runner = ModelRunner(model, kv, limits, SingleRank(), min_rows=4)
+    core = EngineCore(scheduler, ThreadExecutor(runner.run, lambda: torch.set_num_threads(1)), run_ahead=1)
+    shared = random_tokens(31, 20)
+    # Together they need more than the pool's 120 tokens, and the last two reuse what others computed.
+    prompts = [*(random_tokens(28 + n, 21 + n) for n in range(3)), shared, shared + [5, 6, 7], shared[:25]]
+    answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    cached: dict[str, int] = {}
+
+    def run(numbers: range) -> None:
+        for number in numbers:
+            sampling = SamplingParams(max_tokens=ANSWER, temperature=0)
+            core.submit(GenerateRequest(id=str(number), prompt_ids=prompts[number], sampling=sampling))
+        while core.has_work:
+            for output in core.turn():
+                assert output.error is None
+                answers[output.id].extend(output.token_ids)
+                cached[output.id] = output.cached_tokens
+
+    run(range(4))
+    run(range(4, 6))
+    core.close()
+    assert scheduler.stats.preemptions > 0
+    assert cached["4"] > FAMILIES[family].get("sliding_window", 0)
+    for number, prompt in enumerate(prompts):
+        check_greedy(reference, prompt, answers[str(number)])
+
+
+def test_two_ranks_over_gloo(tmp_path: Path):
+    reference = save_random(tmp_path, "GptOss", **FAMILIES["GptOss"])
+    tokens = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({token: n for n, token in enumerate(tokens)}, []))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prompts = [random_tokens(7 + 11 * n, 40 + n) for n in range(3)]
+    with Engine(
+        model=str(tmp_path), tensor_parallel=2, low_latency="off", threads=1, kv_tokens=512, chunk_tokens=8
+    ) as engine:
+        generations = engine.generate(prompts, SamplingParams(max_tokens=ANSWER, temperature=0))
+    for prompt, generation in zip(prompts, generations, strict=True):
+        check_greedy(reference, prompt, generation.token_ids)
