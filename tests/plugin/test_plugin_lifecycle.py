@@ -313,3 +313,25 @@ def test_the_first_candidate_that_fits_is_chosen_and_all_are_reported():
     chosen = LowLatency(ReferenceHost(zoo_case()), registry, name="c-library")
     chosen.choose()
     assert chosen.candidate.key == "c-library/refreshingkernel"
+
+
+def test_shapes_that_cannot_occur_are_neither_proven_nor_routed():
+    host = ReferenceHost(zoo_case())
+    whole = host.context
+
+    def context(spec, workspace):
+        made = whole(spec, workspace)
+        made.max_requests = 2
+        return made
+
+    host.context = context
+    low = installed(host=host)
+    assert {str(shape) for shape in low.table.covered} == {"decode/1x1", "decode/2x2", "verify/1x2", "verify/2x4"}
+    assert len(low.results) == 4
+    assert low.route(Mode.DECODE, 3, 3).reason == "not-covered"
+
+
+def test_a_pool_too_small_to_check_is_a_reason():
+    low = installed(host=ReferenceHost(zoo_case(), pages=3))
+    assert low.state is State.FAILED
+    assert "too few" in str(low.report().reasons[0])

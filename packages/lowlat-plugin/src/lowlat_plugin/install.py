@@ -190,7 +190,9 @@ class LowLatency:
         binding = self.host.binding()
         self._kernel().bind(binding)
         self._seal = binding.addresses()
-        return RoutingTable(self._planned().shapes, binding.layout.key())
+        most = self._built_context().max_requests
+        possible = [shape for shape in self._planned().shapes if shape.requests <= most]
+        return RoutingTable(possible, binding.layout.key())
 
     def prove(self, shapes: Iterable[Shape] | None = None, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> None:
         """Shadow check. By default every covered shape of decode, and for verify the widest of each number of requests.

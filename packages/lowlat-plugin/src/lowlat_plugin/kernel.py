@@ -46,7 +46,10 @@ def verify_shapes(widths: Iterable[int], tokens_per_request: int) -> frozenset[S
 
 
 class WeightSource(Protocol):
-    """The loaded model's tensors on this rank, by the names that the checkpoint's family uses in Hugging Face files."""
+    """The loaded model's tensors, by the names that the checkpoint's family uses in Hugging Face files.
+
+    With several ranks `BuildContext.weights_whole` says whether they are whole or this rank's part of each.
+    """
 
     def names(self) -> Iterable[str]: ...
 
@@ -86,8 +89,8 @@ class Workspace:
 class BuildContext:
     """All that `probe` and `build` may look at. `layout.slots` is 0: pools are sized after the build.
 
-    `tokens_per_request` is how many rows a request has in a verify step of this model (1 without speculation), and
-    `deadline_s` the longest that a wait for another rank may take.
+    Steps never hold more than `max_requests` requests. `tokens_per_request` is how many rows a request has in a verify
+    step of this model (1 without speculation), and `deadline_s` the longest that a wait for another rank may take.
     """
 
     facts: EngineFacts
@@ -102,6 +105,7 @@ class BuildContext:
     checkpoint: Path | None = None
     max_requests: int = 8
     tokens_per_request: int = 1
+    weights_whole: bool = True
     model: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 

@@ -98,6 +98,7 @@ class ReferenceHost:
             weights=self,
             workspace=workspace,
             checkpoint=self.case.checkpoint,
+            max_requests=max(limits.widths, default=1) if limits else 1,
             tokens_per_request=self.case.tokens_per_request,
         )
 

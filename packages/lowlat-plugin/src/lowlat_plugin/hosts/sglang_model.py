@@ -115,6 +115,7 @@ def model_context(candidate: Candidate, model: Any, hf_config: Any, deadline_s: 
         workspace=Workspace(str(first.device)),
         max_requests=max(limits.widths) if limits and limits.widths else 0,
         tokens_per_request=tokens,
+        weights_whole=ranks.size == 1,
         model=model,
     )
 
