@@ -121,8 +121,9 @@ def build_rank(
     _first_step(runner)
     with _refusals():
         kernels.pool_made(kv)
-        progress(0, 0, "checking kernels")
-        kernels.prove()
+        if kernels.built:
+            progress(0, 0, "checking kernels")
+            kernels.prove()
     runner.kernel_steps = KernelSteps(kernels.low, page_size)
     facts = EngineFacts(
         model=checkpoint.name,

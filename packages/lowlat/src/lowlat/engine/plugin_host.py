@@ -204,6 +204,11 @@ class LowLatencyMode:
         self._stage(self.low.prove)
 
     @property
+    def built(self) -> bool:
+        """Whether there are kernels to prove."""
+        return self.low.state is State.BOUND
+
+    @property
     def active(self) -> str | None:
         """Distribution and name of the kernels in use."""
         running = self.low.state is State.ACTIVE and self.low.candidate is not None
