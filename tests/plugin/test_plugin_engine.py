@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -17,6 +18,7 @@ pytest.importorskip("lowlat_cpu", reason="install examples/lowlat-cpu")
 from broken_cpu_kernels import CASES, spec_of
 
 from lowlat.cache.layout import KVPool
+from lowlat.engine.batch import PlanLimits, StepPlan, decode_plan, encode_plan
 from lowlat.engine.build import SetupError
 from lowlat.engine.request import SamplingParams
 from lowlat.offline import Engine
@@ -220,3 +222,11 @@ def byte_tokenizer(size: int) -> str:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return str(tokenizer.to_str())
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_the_switch_travels_in_the_plan_to_all_ranks(general):
+    limits = PlanLimits(max_batch=4, max_rows=8, max_pages=4)
+    record = np.full(limits.words, -1, np.int32)
+    encode_plan(StepPlan(7, [], [], [], [0, 2], general), record, None)
+    assert decode_plan(record, None) == StepPlan(7, [], [], [], [0, 2], general)
