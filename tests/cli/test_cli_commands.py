@@ -81,7 +81,8 @@ def test_serve_passes_every_option_on(monkeypatch):
     flags = "--dtype bfloat16 --device cuda --tp 2 --threads 3 --max-batch 4 --max-context 500 --chunk-tokens 64 "
     flags += "--page-size 1 --kv-tokens 1000 --no-prefix-cache --run-ahead 0 --engine-seed 9 --low-latency require "
     flags += "--kernels nvidia --watchdog-seconds 7 --port 99 --api-key a --api-key b --max-queue 5 --max-body-mib 2 "
-    flags += "--drain-seconds 3 --served-model-name x --host ::1 --max-n 2 --max-prompts 3 --start-wait-seconds 4"
+    flags += "--drain-seconds 3 --served-model-name x --host ::1 --max-n 2 --max-prompts 3 --start-wait-seconds 4 "
+    flags += "--admin-port 98"
     result = CliRunner().invoke(main.app, ["serve", "-m", "folder", *flags.split()])
     assert result.exit_code == 0, result.output
     assert seen["config"] == wanted
@@ -90,7 +91,7 @@ def test_serve_passes_every_option_on(monkeypatch):
     assert (settings.port, settings.api_keys, settings.max_queue) == (99, ("a", "b"), 5)
     assert (settings.max_body_bytes, settings.drain_s, settings.host) == (2 * 2**20, 3, "::1")
     assert (settings.max_n, settings.max_prompts, settings.start_wait_s) == (2, 3, 4)
-    assert settings.served_model_name == "x"
+    assert (settings.served_model_name, settings.admin_port) == ("x", 98)
     assert seen["killed"]
 
 

@@ -75,6 +75,7 @@ class Live:
         self.server = server
         self.loop = loop
         self.url = url
+        self.admin_url: str | None = None
         self.http = httpx.Client(base_url=url, timeout=20)
 
     def on_loop(self, call: Callable[[], Any]) -> Any:
@@ -159,13 +160,17 @@ def live_server(
         return model
 
     options = ServerSettings(port=0, **settings)
-    app, state = create_app(options, engine, load_text)
-    server = DrainingServer(uvicorn_config(app, options), state)
-    listener = listen(options)
+    state = ServerState(options, engine, load_text)
+    server = DrainingServer(uvicorn_config(create_app(state), options), state)
+    listener = listen(options.host, options.port)
+    admin = None if options.admin_port is None else listen(options.admin_host, options.admin_port)
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve_app(server, state, listener)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: loop.run_until_complete(serve_app(server, state, listener, admin=admin)), daemon=True
+    )
     thread.start()
     live = Live(state, server, loop, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    live.admin_url = None if admin is None else f"http://127.0.0.1:{admin.getsockname()[1]}"
     try:
         wait_for(lambda: server.started)
         if wait_ready:

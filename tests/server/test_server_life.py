@@ -278,6 +278,27 @@ def test_keys_are_needed_everywhere_but_for_probes():
             assert live.http.get("/v1/models", headers=headers).status_code == 200
 
 
+def test_metrics_and_admin_routes_on_a_port_of_their_own():
+    with live_server(admin_port=0, api_keys=("k",)) as live:
+        keys = {"Authorization": "Bearer k"}
+        for path in ("/metrics", "/v1/admin/low-latency"):
+            assert live.http.get(path, headers=keys).status_code == 404
+            assert httpx.get(live.admin_url + path).status_code == 401
+            assert httpx.get(live.admin_url + path, headers=keys).status_code != 404
+        assert "lowlat_steps_total" in httpx.get(live.admin_url + "/metrics", headers=keys).text
+        assert httpx.get(live.admin_url + "/ready").status_code == 200
+        assert httpx.post(live.admin_url + "/v1/completions", headers=keys).status_code == 404
+        assert live.http.get("/v1/models", headers=keys).status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(live.admin_url + "/ready")
+
+
+def test_refused_methods_name_those_that_are_allowed(live):
+    answer = live.http.request("PATCH", "/v1/admin/low-latency")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "GET, POST"
+
+
 def test_web_pages_of_other_origins_are_refused(live):
     body = {"prompt": "a", "max_tokens": 1}
     foreign = live.http.post("/v1/completions", json=body, headers={"Origin": "https://evil.example"})

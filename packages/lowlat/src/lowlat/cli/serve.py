@@ -43,6 +43,16 @@ def serve(
     port: Annotated[
         int, typer.Option("--port", "-p", rich_help_panel=_HTTP, min=0, max=65535, help="0: any free port.")
     ] = 8000,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(
+            "--admin-port",
+            rich_help_panel=_HTTP,
+            min=0,
+            max=65535,
+            help="Serve /metrics and the admin routes here, on 127.0.0.1, and not on the public port.",
+        ),
+    ] = None,
     served_model_name: Annotated[
         str | None,
         typer.Option("--served-model-name", rich_help_panel=_HTTP, help="Name for clients; default: from --model."),
@@ -126,6 +136,7 @@ def serve(
         settings = ServerSettings(
             host=host,
             port=port,
+            admin_port=admin_port,
             served_model_name=served_model_name,
             api_keys=tuple(api_key or filter(None, [os.environ.get("LOWLAT_API_KEY", "")])),
             max_queue=max_queue,

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lowlat.engine.client import EngineClient
 from lowlat.server import admin, cancel, chat, completions, health, info, models
 from lowlat.server.errors import ApiError, unexpected
 from lowlat.server.gate import Gate
 from lowlat.server.openapi import describe
-from lowlat.server.settings import ServerSettings
 from lowlat.server.state import ServerState
-from lowlat.server.text_model import TextModel
 
 
-def create_app(
-    settings: ServerSettings, engine: EngineClient, load_text: Callable[[], Awaitable[TextModel]]
-) -> tuple[ASGIApp, ServerState]:
-    """The application and its state; `load_text` gives the tokenizer. `run.serve_app` gives both their life."""
-    state = ServerState(settings, engine, load_text)
+def create_app(state: ServerState) -> ASGIApp:
+    """What clients use; with `/metrics` and the admin routes too, unless these have a port of their own."""
+    families = [completions.router, chat.router, models.router, info.router, cancel.router, health.router]
+    if state.settings.admin_port is None:
+        families += _ADMIN
+    return _application(state, families)
 
+
+def create_admin_app(state: ServerState) -> ASGIApp:
+    """What operators use: probes, `/metrics` and the admin routes. The same keys hold."""
+    return _application(state, [health.router, *_ADMIN])
+
+
+_ADMIN = [health.metrics_router, admin.router]
+
+
+def _application(state: ServerState, families: list[APIRouter]) -> ASGIApp:
     # The documentation pages would load scripts from another site; the description itself is at /openapi.json.
     app = FastAPI(title="lowlat", version=_version(), docs_url=None, redoc_url=None)
     app.state.server = state
-    for family in (completions, chat, models, info, cancel, health, admin):
-        app.include_router(family.router)
+    for family in families:
+        app.include_router(family)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
@@ -44,7 +52,7 @@ def create_app(
         return description
 
     app.openapi = openapi  # type: ignore[method-assign]
-    return Gate(app, state), state
+    return Gate(app, state)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:
@@ -64,8 +72,19 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed at {request.url.path[:200]}",
     }
     found = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
-    found.headers.update(error.headers or {})
+    found.headers.update({name.lower(): value for name, value in (error.headers or {}).items()})
+    if error.status_code == 405:
+        found.headers["allow"] = ", ".join(sorted(_methods_at(request)))
     return found.response()
+
+
+def _methods_at(request: Request) -> set[str]:
+    """All methods of a path; the framework names those of one of its routes only."""
+    found: set[str] = set()
+    for template, operations in request.app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\{\w+\}", ".+", template), request.url.path):
+            found |= {method.upper() for method in operations}
+    return found
 
 
 def _version() -> str:

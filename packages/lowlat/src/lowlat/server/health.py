@@ -11,6 +11,7 @@ from lowlat.server.replies import json_reply
 from lowlat.server.routes import state_of
 
 router = APIRouter()
+metrics_router = APIRouter()
 
 
 class HealthReply(msgspec.Struct, kw_only=True):
@@ -52,7 +53,7 @@ async def ready(request: Request) -> Response:
     return json_reply(reply, 200 if takes_requests else 503)
 
 
-@router.get("/metrics", operation_id="metrics", summary="Metrics for Prometheus")
+@metrics_router.get("/metrics", operation_id="metrics", summary="Metrics for Prometheus")
 async def metrics(request: Request) -> Response:
     state = state_of(request)
     registry = CollectorRegistry()

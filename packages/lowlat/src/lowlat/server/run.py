@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from lowlat.engine.client import EngineClient, EngineUnavailableError
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.messages import Ready
-from lowlat.server.app import create_app
+from lowlat.server.app import create_admin_app, create_app
 from lowlat.server.logs import log_event, set_up_logging
 from lowlat.server.settings import ServerSettings
 from lowlat.server.state import ServerState
@@ -123,11 +123,16 @@ async def _serve(
     def load() -> TextModel:
         return load_text() if load_text is not None else load_text_model(config.model, settings.served_model_name)
 
-    app, state = create_app(settings, engine, lambda: asyncio.to_thread(load))
-    server = DrainingServer(uvicorn_config(app, settings), state)
-    with listen(settings) as listener:
+    state = ServerState(settings, engine, lambda: asyncio.to_thread(load))
+    server = DrainingServer(uvicorn_config(create_app(state), settings), state)
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(listen(settings.host, settings.port))
+        admin = None
+        if settings.admin_port is not None:
+            admin = sockets.enter_context(listen(settings.admin_host, settings.admin_port))
+            log_event("admin", address=f"http://{settings.admin_host}:{admin.getsockname()[1]}")
         address = f"http://{settings.host}:{listener.getsockname()[1]}"
-        await serve_app(server, state, listener, _announce(state, server, address, on_ready))
+        await serve_app(server, state, listener, _announce(state, server, address, on_ready), admin)
     return 1 if server.ended_early else 0
 
 
@@ -136,8 +141,11 @@ async def serve_app(
     state: ServerState,
     listener: socket.socket,
     starter: Coroutine[Any, Any, None] | None = None,
+    admin: socket.socket | None = None,
 ) -> None:
     """Start the engine, serve until `server` ends, close the engine. `starter` runs beside it; its error is raised.
+
+    `admin`: a socket for `/metrics` and the admin routes, served as long as the rest.
 
     Raises:
         StartError: the engine process cannot be started, or what `starter` raises.
@@ -148,7 +156,8 @@ async def serve_app(
             await state.start()
         except OSError as error:
             raise StartError(f"the engine process cannot be started: {error}") from error
-        await server.serve(sockets=[listener])
+        async with _admin_server(state, admin):
+            await server.serve(sockets=[listener])
     finally:
         await state.engine.close(grace_s=0.0 if server.ended_early else 3.0)
         if beside is not None and not beside.done():
@@ -156,6 +165,28 @@ async def serve_app(
     if beside is not None:
         with contextlib.suppress(asyncio.CancelledError):
             await beside
+
+
+class _QuietServer(uvicorn.Server):
+    """A server beside the main one: signals are the main one's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _admin_server(state: ServerState, listener: socket.socket | None) -> AsyncIterator[None]:
+    if listener is None:
+        yield
+        return
+    server = _QuietServer(uvicorn_config(create_admin_app(state), state.settings))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
@@ -190,18 +221,16 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def listen(settings: ServerSettings) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises StartError when the address cannot be used."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise StartError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --port or --host"
-        ) from error
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another port or host") from error
     listener.listen(2048)
     listener.setblocking(False)
     return listener

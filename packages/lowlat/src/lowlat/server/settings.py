@@ -10,6 +10,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    admin_port: int | None = None
+    """Port of `/metrics` and the admin routes, on `admin_host`; None: they are on the public port."""
+    admin_host: str = "127.0.0.1"
     served_model_name: str | None = None
     """Name in `/v1/models` and in answers; None: the value of `--model`."""
     api_keys: tuple[str, ...] = ()
