@@ -19,68 +19,11 @@ import torch
 
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import reference
+from lowlat_nvidia.dense.cases import copy_pools, make_case
 from lowlat_nvidia.dense.pack import DenseWeights
 from lowlat_nvidia.dense.step import DenseStep, StepTensors
 
 CEILING = 4.54e12
-STAGE_NAMES = (
-    "x gather",
-    "qkv",
-    "heads",
-    "attend",
-    "publish",
-    "copy",
-    "combine",
-    "o gather",
-    "o",
-    "gu total",
-    "down gather",
-    "down",
-    "gu gather",
-)
-
-
-def make_case(
-    shape: plans.DenseShape, positions: list[list[int]], page_size: int, seed: int, device: str = "cuda"
-) -> tuple[StepTensors, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Requests with the given row positions, pages dealt at random, everything unused in the pools is loud noise."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    need = [-(-(rows[-1] + 1) // page_size) for rows in positions]
-    total = sum(need) + 3
-    order = torch.randperm(total, generator=generator, device=device).int()
-    table = torch.full((len(positions), max(need)), 0, dtype=torch.int32, device=device)
-    pools = []
-    size = (total * page_size, shape.kv_heads, shape.head_dim)
-    used = torch.zeros(total * page_size, dtype=torch.bool, device=device)
-    at = 0
-    for request, count in enumerate(need):
-        table[request, :count] = order[at : at + count]
-        at += count
-        token = torch.arange(positions[request][0], device=device)
-        used[table[request].long()[token // page_size] * page_size + token % page_size] = True
-    for _ in range(shape.layers):
-        pair = []
-        for _ in range(2):
-            pool = torch.randn(size, generator=generator, device=device).to(torch.bfloat16)
-            pool[~used] = 1e4
-            pair.append(pool)
-        pools.append((pair[0], pair[1]))
-    row_request = [request for request, rows in enumerate(positions) for _ in rows]
-    row_first = [row_request.index(request) for request in row_request]
-    flat = [position for rows in positions for position in rows]
-    tokens = torch.randint(0, shape.vocab, (len(flat),), generator=generator, device=device)
-
-    def ints(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    step = StepTensors(
-        tokens, ints(flat, torch.int64), ints(row_request, torch.int32), ints(row_first, torch.int32), table
-    )
-    return step, pools
-
-
-def copy_pools(pools: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(k.clone(), v.clone()) for k, v in pools]
 
 
 def check_case(
@@ -133,14 +76,13 @@ def show_stamps(built: DenseStep, step: StepTensors) -> None:
     built.check()
     marks = built.stamps[:, 1:-2].double()
     following = built.stamps[:, 2:-1, 0].double()
-    order = [0, 1, 2, 10, 12, 13, 11, 4, 5, 6, 9, 7, 8]
+    order = [0, 1, 2, 10, 12, 13, 4, 5, 6, 9, 7, 8]
     names = [
         "x gather",
         "qkv",
         "heads",
         "attend",
         "publish",
-        "copy",
         "combine",
         "o gather",
         "o",
@@ -156,6 +98,10 @@ def show_stamps(built: DenseStep, step: StepTensors) -> None:
         d = end - start
         total += d.mean().item()
         text.append(f"{name} {d.mean().item():.0f} (min {d.amin(0).mean().item():.0f})")
+    logits = (built.stamps[:, -1, 1] - built.stamps[:, -1, 0]).double().mean().item()
+    whole = (built.stamps[:, -1, 1] - built.stamps[:, 0, 0]).double().mean().item()
+    times = time_step(built, step, 10)
+    text.append(f"logits {logits:.0f}, whole step {whole:.0f} cycles in {times[5]:.1f} us")
     print("   cycles:", ", ".join(text), f"| layer {total:.0f}", flush=True)
 
 
@@ -169,6 +115,7 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--probes", default="1")
     parser.add_argument("--copies", default="4")
+    parser.add_argument("--idle", default="100")
     parser.add_argument("--brief", action="store_true", help="check only the first variant of each run")
     parser.add_argument("--stamps", action="store_true")
     args = parser.parse_args()
@@ -179,17 +126,18 @@ def main() -> None:
         contexts = [int(c) for c in args.contexts.split(",")]
         rotary = reference.rotary_table(max(contexts) + 64, shape.head_dim, 5e5, "cuda")
         base: DenseStep | None = None
-        for ring, units, copies, probe in itertools.product(
+        for ring, units, copies, probe, idle in itertools.product(
             args.rings.split(","),
             map(int, args.units.split(",")),
             map(int, args.copies.split(",")),
             args.probes.split(","),
+            map(int, args.idle.split(",")),
         ):
             for stamps in (0, 16) if args.stamps else (0,):
-                plan = plans.DensePlan(shape, int(ring) * 1024, units, stamps, copies, probe == "1")
+                plan = plans.DensePlan(shape, int(ring) * 1024, units, stamps, copies, probe == "1", idle)
                 start = time.time()
                 base = DenseStep(plan, weights, rotary)
-                label = f"{name} ring {ring} units {units} copies {copies} probe {probe}"
+                label = f"{name} ring {ring} units {units} copies {copies} probe {probe} idle {idle}"
                 if stamps == 0:
                     print(f"== {label}: built in {time.time() - start:.1f} s {base.function.attributes()}", flush=True)
                 if not args.no_check and stamps == 0:

@@ -18,7 +18,7 @@ class BuildError(RuntimeError):
     """A kernel did not compile or load; the text holds the compiler's log."""
 
 
-class MissingCuda(RuntimeError):
+class MissingCudaError(RuntimeError):
     """The packages that compile and launch kernels are absent."""
 
 
@@ -26,7 +26,7 @@ def _bindings() -> tuple[Any, Any]:
     try:
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
-        raise MissingCuda("cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'") from error
+        raise MissingCudaError("cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'") from error
     return driver, nvrtc
 
 
@@ -47,7 +47,7 @@ def compile_cubin(
 ) -> tuple[bytes, str]:
     """Machine code of the source file `name` with macros defined, and the compiler's log (empty when cached).
 
-    Raises BuildError with the log, MissingCuda without the packages.
+    Raises BuildError with the log, MissingCudaError without the packages.
     """
     _, nvrtc = _bindings()
     texts = sources()
@@ -96,7 +96,7 @@ def _text(nvrtc: Any, size_of: Any, read: Any, program: Any) -> str:
     text = b" " * size
     (error,) = read(program, text)
     _check(nvrtc, error, "log")
-    return text.rstrip(b"\0 ").decode(errors="replace")
+    return str(text.rstrip(b"\0 "), errors="replace")
 
 
 def _check(library: Any, error: Any, what: str) -> None:
@@ -131,7 +131,10 @@ class Function:
         """Registers a thread, bytes of local memory a thread."""
         kinds = self._driver.CUfunction_attribute
         found = {}
-        for name, kind in (("registers", kinds.CU_FUNC_ATTRIBUTE_NUM_REGS), ("local", kinds.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)):
+        for name, kind in (
+            ("registers", kinds.CU_FUNC_ATTRIBUTE_NUM_REGS),
+            ("local", kinds.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES),
+        ):
             error, value = self._driver.cuFuncGetAttribute(kind, self._function)
             _check(self._driver, error, name)
             found[name] = value

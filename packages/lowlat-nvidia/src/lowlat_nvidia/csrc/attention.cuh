@@ -3,8 +3,8 @@
 // (B: a token a column), output = weights (A) x values (B). With lane (g, q): keys of token g, elements 8 q to 8 q + 7
 // of every 32; values of tokens 2q and 2q + 1, elements 8 g to 8 g + 7 of every 64. The layouts of scores and weights
 // agree, so nothing moves between lanes but the maximum.
-// Units lie in a ring of shared memory for each warp. The cache does not depend on this step, so the ring runs ahead
-// over rows and layers. Which warp sums which token depends on the row's own context alone, so its bits do not depend
+// Units lie in a ring of shared memory for each warp, filled by four warps that do nothing else: the cache does not depend
+// on this step, so they run ahead over rows and layers. Which warp sums which token depends on the row's own context alone, so its bits do not depend
 // on its neighbours.
 #pragma once
 #include "gemv.cuh"
@@ -14,9 +14,9 @@ constexpr int KEY_LOADS = HEAD_DIM / 32, VALUE_LOADS = HEAD_DIM / 64;  // 16-byt
 constexpr float LOG2E = 1.44269504f;
 static_assert(GROUP <= 8, "a query head in each row of the matrix instruction");
 
-DEV int slot_of(Context& c, int row, int token) {
-  const int page = token >> c.p.page_shift;
-  return (__ldg(c.s.control.pages[row] + page) << c.p.page_shift) + (token - (page << c.p.page_shift));
+DEV int slot_of(const Params& p, const Shared& s, int row, int token) {
+  const int page = token >> p.page_shift;
+  return (__ldg(s.control.pages[row] + page) << p.page_shift) + (token - (page << p.page_shift));
 }
 
 DEV float fast_exp2(float x) {
@@ -42,19 +42,10 @@ DEV void read_rows(Context& c) {
     k.cached[row] = (int)c.p.positions[c.p.row_first[row]];
     k.own[row] = total - 1;
     k.pages[row] = c.p.page_table + (long)c.p.row_request[row] * c.p.table_stride;
-  }
-  block_sync();
-  for (int i = c.thread; i < c.rows * KNOWN_SLOTS; i += THREADS) {
-    const int row = i / KNOWN_SLOTS, token = k.begin[row] + i % KNOWN_SLOTS;
-    if (token < k.end[row]) k.slot[row][i % KNOWN_SLOTS] = slot_of(c, row, token);
+    k.own_slot[row] = slot_of(c.p, c.s, row, total - 1);
   }
   block_sync();
 }
-DEV void unpack8(uint4 u, float (&x)[8]) {
-  x[0] = bf_low(u.x); x[1] = bf_high(u.x); x[2] = bf_low(u.y); x[3] = bf_high(u.y);
-  x[4] = bf_low(u.z); x[5] = bf_high(u.z); x[6] = bf_low(u.w); x[7] = bf_high(u.w);
-}
-
 constexpr int EACH = HEAD_DIM / 32;  // elements of a head in a lane: lane, lane + 32, ...
 struct HeadNorms { unsigned short query[EACH], key[EACH]; };
 DEV void load_head_norms(Context& c, int layer, HeadNorms& norms) {
@@ -106,7 +97,7 @@ DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool,
       const int own = k.own[row];
       const bool write = own >= k.begin[row] && own < k.end[row];
       u8* pool = part == GROUP ? k_pool : v_pool;
-      const long slot = write ? slot_of(c, row, own) : 0;
+      const long slot = k.own_slot[row];
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
         const unsigned short value = (unsigned short)bf_pair(x[e], 0.f);
@@ -118,41 +109,63 @@ DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool,
   }
 }
 
-// The next unit to copy: this warp's tokens base to base + 7 of a row of a layer.
-struct Cursor { int layer, row, base, slot; };
-
-// Piece i of PIECES of the next unit, copied over the unit last read (`seen` comes from it) without waiting. Tokens that
-// are not cached become zeros.
-constexpr int PIECES = HEAD_DIM / 32;
-DEV void copy_piece(Context& c, const Cursor& at, int i, u32 seen) {
-  if (at.layer == LAYERS) return;
-  const Control& k = c.s.control;
-  const int head = c.block / SPLITS, last = min(k.end[at.row], k.cached[at.row]);
-  const u32 to = after(c, seen, c.units + at.slot * UNIT);
-  const int index = i * 32 + c.lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
-  const int token = at.base + t, known = token - k.begin[at.row];
-  const bool cached = token < last;
-  long slot = 0;
-  if (cached) slot = known < KNOWN_SLOTS ? k.slot[at.row][known] : slot_of(c, at.row, token);
-  const long from = (slot * c.p.slot_stride + head * c.p.head_stride + piece * 8) * 2;
-  copy_async(to + t * KEY_STRIDE + piece * 16, k.pools[at.layer][0] + from, cached);
-  copy_async(to + 8 * KEY_STRIDE + t * VALUE_STRIDE + piece * 16, k.pools[at.layer][1] + from, cached);
+// The next unit to copy for one consumer warp: its tokens base to base + 7 of a row of a layer.
+struct Cursor {
+  int warp, layer, row, base, slot;
+  u32 phase;
+  int where;  // lanes 0 to 7: the cache slot of token base + lane, looked up a unit ahead; -1 if it is not cached
+};
+DEV void look_up(const Params& p, const Shared& s, Cursor& at, int lane) {
+  const Control& k = s.control;
+  const int token = at.base + lane;
+  at.where = lane < 8 && token < min(k.end[at.row], k.cached[at.row]) ? slot_of(p, s, at.row, token) : -1;
 }
-DEV void next_unit(Context& c, Cursor& at) {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  if (at.layer == LAYERS) return;
-  const Control& k = c.s.control;
+// Copies a unit, 16 bytes a lane and time; tokens that are not cached become zeros. The unit is full when all arrive.
+// `patient`: a piece at a time, so that what other warps poll for does not queue behind it.
+DEV void copy_unit(const Params& p, Shared& s, u32 units, Cursor& at, int lane, bool patient) {
+  const Control& k = s.control;
+  const int head = blockIdx.x / SPLITS;
+  const u32 to = units + (at.warp * UNITS + at.slot) * UNIT;
+  const u8 *keys = k.pools[at.layer][0], *values = k.pools[at.layer][1];
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 32; i++) {
+    const int index = i * 32 + lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
+    const int slot = __shfl_sync(~0u, at.where, t);
+    const long from = ((slot < 0 ? 0 : slot) * p.slot_stride + head * p.head_stride + piece * 8) * 2;
+    copy_async(to + t * KEY_STRIDE + piece * 16, keys + from, slot >= 0);
+    copy_async(to + 8 * KEY_STRIDE + t * VALUE_STRIDE + piece * 16, values + from, slot >= 0);
+    if (patient) asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+  barrier_arrive_after_copies(shared_address(&s.unit_full[at.warp][at.slot]));
   at.base += STRIPE;
   if (at.base >= k.end[at.row]) {
-    if (++at.row == c.rows) { at.row = 0; at.layer++; }
-    at.base = k.begin[at.row] + c.warp * 8;
+    if (++at.row == p.rows) { at.row = 0; at.layer++; }
+    at.base = k.begin[at.row] + at.warp * 8;
   }
-  if (++at.slot == UNITS) at.slot = 0;
+  if (++at.slot == UNITS) { at.slot = 0; at.phase ^= 1; }
+  look_up(p, s, at, lane);
 }
-DEV void copy_unit(Context& c, Cursor& at, u32 seen) {
+// What a copying warp does: units for two consumer warps, as they become empty, in whatever order that is.
+DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
+  const bool patient = p.rows == 1 && s.control.end[0] - s.control.begin[0] <= STRIPE;
+  Cursor at[2];
 #pragma unroll
-  for (int i = 0; i < PIECES; i++) copy_piece(c, at, i, seen);
-  next_unit(c, at);
+  for (int j = 0; j < 2; j++) {
+    at[j] = {warp + j * WARPS / 2, 0, 0, s.control.begin[0] + (warp + j * WARPS / 2) * 8, 0, 1};
+    look_up(p, s, at[j], lane);
+  }
+#pragma unroll 1
+  while (at[0].layer < LAYERS || at[1].layer < LAYERS) {
+    bool idle = true;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (at[j].layer < LAYERS && barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase)) {
+        copy_unit(p, s, units, at[j], lane, patient);
+        idle = false;
+      }
+    if (idle) __nanosleep(IDLE_NS);  // polling takes shared memory's time from the warps that compute
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 struct Accumulator {
@@ -261,8 +274,8 @@ DEV void publish_split(Context& c, int row, int head, int split, Accumulator& ac
 }
 
 struct Ahead {      // what attention has under way for later layers
-  Cursor cursor;
   int slot;         // the next unit to use
+  u32 phase;
   HeadNorms norms;  // of the next layer
 };
 DEV void attention(Context& c, int layer, Ahead& ahead) {
@@ -281,22 +294,19 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
     acc.top = -1e30f;
     const int end = c.s.control.end[row];
     int base = c.s.control.begin[row] + c.warp * 8;
-    u32 seen;
 #pragma unroll 1
     while (true) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(UNITS - 1) : "memory");
+      while (!barrier_done(shared_address(&c.s.unit_full[c.warp][ahead.slot]), ahead.phase)) {}
+      const u32 seen = attend(c, query, row, base, ahead.slot, acc);
       __syncwarp();
-      seen = attend(c, query, row, base, ahead.slot, acc);
-      __syncwarp();
-      if (++ahead.slot == UNITS) ahead.slot = 0;
+      if (c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[c.warp][ahead.slot])));
+      if (++ahead.slot == UNITS) { ahead.slot = 0; ahead.phase ^= 1; }
       base += STRIPE;
       if (base >= end) break;
-      copy_unit(c, ahead.cursor, seen);
     }
     stamp(c, layer, 12);
     publish_split(c, row, head, split, acc);
     stamp(c, layer, 13);
-    copy_unit(c, ahead.cursor, seen);
   }
   stamp(c, layer, 11);
 }

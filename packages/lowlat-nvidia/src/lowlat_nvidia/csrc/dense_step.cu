@@ -137,15 +137,9 @@ DEV void finish_step(Context& c, u32 parity) {
   state[0] = parity ^ 1;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_step(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 memory[];
-  Shared& s = *(Shared*)memory;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, block = blockIdx.x;
+DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, int lane) {
+  const int thread = warp * 32 + lane;
   const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full);
-  if (thread < WARPS * RING_PAGES) barrier_init(full + thread * 8, 1);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads();
   const u32 parity = load_exchange_word(p.state);
   const int last_rows = (int)load_exchange_word(p.state + 5);
   u32* now = p.exchange + parity * STEP_WORDS;
@@ -162,15 +156,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_step(const __grid
   for (int i = thread; i < (2 * LAYERS + 1) * BLOCK_HIDDEN; i += THREADS)
     s.norms[i / BLOCK_HIDDEN][i % BLOCK_HIDDEN] = p.norms[i / BLOCK_HIDDEN * HIDDEN + block * BLOCK_HIDDEN + i % BLOCK_HIDDEN];
   read_rows(c);
+  __syncthreads();
   const int row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
   float residual = 0.f;
   if (row < c.rows)
     residual = bf_low(((const unsigned short*)p.embedding)[p.tokens[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
   publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
-  Ahead ahead = {{0, 0, s.control.begin[0] + warp * 8, 0}, 0};
+  Ahead ahead = {0, 0};
   load_head_norms(c, 0, ahead.norms);
-#pragma unroll 1
-  for (int i = 0; i < UNITS; i++) copy_unit(c, ahead.cursor, 0);
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
     const u32* before = c.now;
@@ -200,4 +193,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_step(const __grid
   project_logits(c);
   stamp(c, LAYERS, 1);
   finish_step(c, parity);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_step(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 memory[];
+  Shared& s = *(Shared*)memory;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  if (thread < WARPS * RING_PAGES) barrier_init(shared_address(s.full + thread), 1);
+  if (thread < WARPS * UNITS) {
+    barrier_init(shared_address(&s.unit_full[0][0] + thread), 32);
+    barrier_init(shared_address(&s.unit_empty[0][0] + thread), 1);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  if (warp >= WARPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    __syncthreads();  // the rows are read
+    copy_cache(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    compute(p, s, memory, blockIdx.x, warp, lane);
+  }
 }

@@ -4,14 +4,13 @@
 #include "layout.cuh"
 
 constexpr int PART_FLOATS = WARPS * 8 * MAX_ROWS * 8;  // partial sums of up to 8 tiles
-constexpr int KNOWN_SLOTS = 128;  // tokens of a split whose cache slots are looked up once a step
 struct Control {
   int begin[MAX_ROWS], end[MAX_ROWS];  // tokens of each row that this block's split covers
   int cached[MAX_ROWS];                // tokens before this are in the cache, later ones come from this step
-  int first[MAX_ROWS], own[MAX_ROWS];  // first row of the same request; the row's own token
+  int first[MAX_ROWS];                 // first row of the same request
+  int own[MAX_ROWS], own_slot[MAX_ROWS];  // the row's own token and its cache slot
   const int* pages[MAX_ROWS];
   const u8* pools[LAYERS][2];          // K and V
-  int slot[MAX_ROWS][KNOWN_SLOTS];
   float rotary[MAX_ROWS][HEAD_DIM];    // cosine, sine
 };
 struct __align__(16) Shared {
@@ -22,7 +21,7 @@ struct __align__(16) Shared {
   unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
   unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
   unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs
-  u64 full[WARPS * RING_PAGES];
+  u64 full[WARPS * RING_PAGES], unit_full[WARPS][UNITS], unit_empty[WARPS][UNITS];
 };
 constexpr int RING_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
 // Keys, then values, of 8 tokens; the strides keep the reads free of bank conflicts.

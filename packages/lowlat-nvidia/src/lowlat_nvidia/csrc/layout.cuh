@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr int BLOCKS = 128, WARPS = 8, THREADS = 256, MAX_ROWS = 8;
+constexpr int BLOCKS = 128, WARPS = 8, THREADS = 256, COPY_THREADS = 128, MAX_ROWS = 8;
 constexpr int SPLITS = BLOCKS / KV_HEADS;        // blocks that share one KV head
 constexpr int GROUP = Q_HEADS / KV_HEADS;        // query heads of one KV head
 constexpr int GROUP_DIM = GROUP * HEAD_DIM;      // query elements of one KV head

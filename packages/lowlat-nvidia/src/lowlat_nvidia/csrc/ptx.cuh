@@ -71,6 +71,12 @@ DEV u64 read_once_policy() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+DEV bool barrier_test(u32 barrier, u32 phase) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+  return done;
+}
 DEV void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -97,6 +103,10 @@ DEV void mma8(float (&d)[4], u32 a, u32 b) {
 // 16 bytes to shared memory, or zeros, without waiting.
 DEV void copy_async(u32 to, const void* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
+}
+// Arrives when all copies that this thread has started are done.
+DEV void barrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 DEV void block_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 DEV long long clock_now() {

@@ -14,10 +14,9 @@ WARPS = 8
 MAX_ROWS = 8
 FRAGMENT_BYTES = 512  # 8 weight rows x 32 inputs in bfloat16
 SHARED_LIMIT = 227 * 1024
-KNOWN_SLOTS = 128  # tokens of a split whose cache slots a block keeps
 
 
-class Unsupported(ValueError):
+class UnsupportedShapeError(ValueError):
     """The model's shape or options are outside what the kernel computes. The text names the value and the limit."""
 
 
@@ -68,18 +67,18 @@ PRESETS = {"llama-1b": LLAMA_1B, "qwen3-0.6b": QWEN3_06B, "qwen3-8b": QWEN3_8B}
 def shape_from_config(config: Mapping[str, Any]) -> DenseShape:
     """The shape that a Hugging Face `config.json` of Llama or Qwen3 describes.
 
-    Raises Unsupported, naming the field, for other families and options.
+    Raises UnsupportedShapeError, naming the field, for other families and options.
     """
     family = config.get("model_type")
     if family not in ("llama", "qwen3"):
-        raise Unsupported(f"model_type is {family!r}; the dense step computes 'llama' and 'qwen3'")
+        raise UnsupportedShapeError(f"model_type is {family!r}; the dense step computes 'llama' and 'qwen3'")
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
-            raise Unsupported(f"{name} is set; the dense step has no biases")
+            raise UnsupportedShapeError(f"{name} is set; the dense step has no biases")
     if config.get("hidden_act", "silu") != "silu":
-        raise Unsupported(f"hidden_act is {config['hidden_act']!r}; the dense step computes 'silu'")
+        raise UnsupportedShapeError(f"hidden_act is {config['hidden_act']!r}; the dense step computes 'silu'")
     if config.get("use_sliding_window"):
-        raise Unsupported("use_sliding_window is set; the dense step attends to the whole context")
+        raise UnsupportedShapeError("use_sliding_window is set; the dense step attends to the whole context")
     heads = int(config["num_attention_heads"])
     shape = DenseShape(
         layers=int(config["num_hidden_layers"]),
@@ -97,24 +96,26 @@ def shape_from_config(config: Mapping[str, Any]) -> DenseShape:
 
 
 def check(shape: DenseShape) -> None:
-    """Raises Unsupported for a shape that does not divide over the blocks and warps."""
+    """Raises UnsupportedShapeError for a shape that does not divide over the blocks and warps."""
     s = shape
     if s.head_dim not in (64, 128):
-        raise Unsupported(f"head_dim is {s.head_dim}; 64 and 128 are computed")
+        raise UnsupportedShapeError(f"head_dim is {s.head_dim}; 64 and 128 are computed")
     if s.kv_heads < 4 or BLOCKS % s.kv_heads or BLOCKS // s.kv_heads > 32 or s.q_heads % s.kv_heads:
-        raise Unsupported(f"{s.q_heads} query and {s.kv_heads} KV heads; KV heads must divide {BLOCKS}, at least 4")
+        raise UnsupportedShapeError(
+            f"{s.q_heads} query and {s.kv_heads} KV heads; KV heads must divide {BLOCKS}, at least 4"
+        )
     splits, group_dim = BLOCKS // s.kv_heads, s.qdim // s.kv_heads
     if group_dim not in (256, 512):
-        raise Unsupported(f"a KV head serves {group_dim} query elements; 256 and 512 are computed")
+        raise UnsupportedShapeError(f"a KV head serves {group_dim} query elements; 256 and 512 are computed")
     if s.head_rows % (8 * splits) or group_dim % (4 * splits):
-        raise Unsupported(f"{s.head_rows} projected elements a KV head do not split over {splits} blocks")
+        raise UnsupportedShapeError(f"{s.head_rows} projected elements a KV head do not split over {splits} blocks")
     for name, value, unit in (("hidden", s.hidden, 8 * BLOCKS), ("inter", s.inter, 8 * BLOCKS)):
         if value % unit:
-            raise Unsupported(f"{name} is {value}; it must be a multiple of {unit}")
+            raise UnsupportedShapeError(f"{name} is {value}; it must be a multiple of {unit}")
     if s.hidden > 4096:
-        raise Unsupported(f"hidden is {s.hidden}; at most 4096 fits the registers of a warp")
+        raise UnsupportedShapeError(f"hidden is {s.hidden}; at most 4096 fits the registers of a warp")
     if not page_choices(s):
-        raise Unsupported(f"inputs {s.hidden}, {s.qdim}, {s.inter} are not multiples of 512")
+        raise UnsupportedShapeError(f"inputs {s.hidden}, {s.qdim}, {s.inter} are not multiples of 512")
 
 
 def page_choices(shape: DenseShape) -> list[int]:
@@ -145,6 +146,7 @@ class DensePlan:
     stamps: int = 0
     copies: int = 4
     probe: bool = True
+    idle_ns: int = 200
 
     @property
     def page_fragments(self) -> int:
@@ -164,10 +166,10 @@ class DensePlan:
         """Shared memory of a block beside the ring of weights, barriers of up to 16 pages a warp included."""
         s = self.shape
         sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + WARPS * 8 * 2)
-        control = MAX_ROWS * (5 * 4 + 8 + 4 * KNOWN_SLOTS + 4 * s.head_dim)
+        control = MAX_ROWS * (6 * 4 + 8 + 4 * s.head_dim)
         control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
         heads = MAX_ROWS * (2 * s.qdim // s.kv_heads + 4 * s.head_dim)
-        units = WARPS * self.units * (32 * s.head_dim + 8 * 80)
+        units = WARPS * self.units * (32 * s.head_dim + 8 * 80 + 16)
         return -(-(sums + control + heads + units + WARPS * 16 * 8) // 128) * 128 + 128
 
     @property
@@ -201,7 +203,9 @@ class DensePlan:
         """What the compiler is told."""
         s = self.shape
         if self.ring_pages < 2:
-            raise Unsupported(f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring")
+            raise UnsupportedShapeError(
+                f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring"
+            )
         return {
             "LAYERS": s.layers,
             "HIDDEN": s.hidden,
@@ -217,5 +221,6 @@ class DensePlan:
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "PROBE": int(self.probe),
+            "IDLE_NS": self.idle_ns,
             "SHARED_BYTES": self.shared_bytes(),
         }

@@ -55,7 +55,7 @@ def random_weights(shape: DenseShape, seed: int, device: str) -> DenseWeights:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -72,31 +72,36 @@ def reference_row(
     page_size: int,
     step: StepTensors,
     row: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Logits [V] float32 of one row. Rows must be taken in order: each writes its keys and values into the pools."""
+    """Logits [V] of one row, all arithmetic in `dtype`.
+
+    Rows must be taken in order: each writes its keys and values into the pools.
+    """
     position = int(step.positions_R[row])
     pages = step.page_table_QP[int(step.row_request_R[row])].long()
     tokens = torch.arange(position + 1, device=pages.device)
     slots = pages[tokens // page_size] * page_size + tokens % page_size
-    x = weights.embedding[step.tokens_R[row]].float()
+    x = weights.embedding[step.tokens_R[row]].to(dtype)
+    table = rotary[position].to(dtype)
     group, dim = shape.q_heads // shape.kv_heads, shape.head_dim
     for layer, (pool_k, pool_v) in zip(weights.layers, pools, strict=True):
         y = rms_norm(x, layer.norm1, shape.eps)
-        q_HGD = (layer.q.float() @ y).view(shape.kv_heads, group, dim)
-        k_HD = (layer.k.float() @ y).view(shape.kv_heads, dim)
-        v_HD = (layer.v.float() @ y).view(shape.kv_heads, dim)
+        q_HGD = (layer.q.to(dtype) @ y).view(shape.kv_heads, group, dim)
+        k_HD = (layer.k.to(dtype) @ y).view(shape.kv_heads, dim)
+        v_HD = (layer.v.to(dtype) @ y).view(shape.kv_heads, dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_HGD = rms_norm(q_HGD, layer.q_norm, shape.eps)
             k_HD = rms_norm(k_HD, layer.k_norm, shape.eps)
-        pool_k[slots[-1]] = rotate(k_HD, rotary[position]).to(pool_k.dtype)
+        pool_k[slots[-1]] = rotate(k_HD, table).to(pool_k.dtype)
         pool_v[slots[-1]] = v_HD.to(pool_v.dtype)
-        q_HGD = rotate(q_HGD, rotary[position])
-        keys_THD, values_THD = pool_k[slots].float(), pool_v[slots].float()
+        q_HGD = rotate(q_HGD, table)
+        keys_THD, values_THD = pool_k[slots].to(dtype), pool_v[slots].to(dtype)
         weight_HGT = torch.softmax(torch.einsum("hgd,thd->hgt", q_HGD, keys_THD) * dim**-0.5, -1)
-        x = x + layer.o.float() @ torch.einsum("hgt,thd->hgd", weight_HGT, values_THD).reshape(-1)
+        x = x + layer.o.to(dtype) @ torch.einsum("hgt,thd->hgd", weight_HGT, values_THD).reshape(-1)
         y = rms_norm(x, layer.norm2, shape.eps)
-        x = x + layer.down.float() @ (torch.nn.functional.silu(layer.gate.float() @ y) * (layer.up.float() @ y))
-    return weights.lm_head.float() @ rms_norm(x, weights.norm, shape.eps)
+        x = x + layer.down.to(dtype) @ (torch.nn.functional.silu(layer.gate.to(dtype) @ y) * (layer.up.to(dtype) @ y))
+    return weights.lm_head.to(dtype) @ rms_norm(x, weights.norm, shape.eps)
 
 
 def reference_step(
@@ -106,7 +111,8 @@ def reference_step(
     pools: list[tuple[Tensor, Tensor]],
     page_size: int,
     step: StepTensors,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Logits [R, V] float32; writes every row's keys and values."""
+    """Logits [R, V], all arithmetic in `dtype`; writes every row's keys and values."""
     rows = range(len(step.tokens_R))
-    return torch.stack([reference_row(shape, weights, rotary, pools, page_size, step, row) for row in rows])
+    return torch.stack([reference_row(shape, weights, rotary, pools, page_size, step, row, dtype) for row in rows])

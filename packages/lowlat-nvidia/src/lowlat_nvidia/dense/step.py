@@ -15,24 +15,24 @@ from lowlat_nvidia.dense.pack import DenseWeights, pack, pack_head_norms, pack_n
 from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, WARPS, DensePlan
 from lowlat_nvidia.jit import Function, compile_cubin
 
-THREADS = 32 * WARPS
+THREADS = 32 * (WARPS + 4)  # four warps copy the cache
 STAGES = ("input", "qkv", "attention", "combine", "attention output", "gate and up", "down", "logits")
 DEFAULT_SPIN_LIMIT = 4_000_000  # fruitless polls of one wait: seconds, where a step takes milliseconds
 
 
-class StepDeadline(RuntimeError):
-    """A block waited too long for another. The step's results are void; the context lives and `reset` makes it whole."""
+class StepDeadlineError(RuntimeError):
+    """A block waited too long for another. The step's results are void; the context lives, `reset` restores the step."""
+
+
+_POINTERS = (
+    "weights", "embedding", "norms", "head_norms", "rotary", "pools", "tokens", "positions", "row_request", "row_first",
+    "page_table", "exchange", "state", "logits", "best", "next_token", "stamps",
+)  # fmt: skip
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "weights embedding norms head_norms rotary pools tokens positions row_request row_first page_table "
-                "exchange state logits best next_token stamps"
-            ).split()
-        ),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
         ("slot_stride", ctypes.c_longlong),
         ("head_stride", ctypes.c_longlong),
         ("table_stride", ctypes.c_int),
@@ -131,8 +131,10 @@ class DenseStep:
         return self.logits_RV[: len(step.tokens_R)]
 
     def check(self) -> None:
-        """Waits for the step. Raises StepDeadline naming the block and stage that gave up."""
+        """Waits for the step. Raises StepDeadlineError naming the block and stage that gave up."""
         error = int(self.state[1])
         if error:
             block, stage = divmod(error - 1, 16)
-            raise StepDeadline(f"block {block} gave up waiting for the input of stage '{STAGES[stage]}'; call reset()")
+            raise StepDeadlineError(
+                f"block {block} gave up waiting for the input of stage '{STAGES[stage]}'; call reset()"
+            )

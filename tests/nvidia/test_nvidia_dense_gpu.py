@@ -1,0 +1,164 @@
+"""The dense step on a Hopper GPU against float32 PyTorch: fresh inputs, poisoned outputs, odd page tables."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense.cases import copy_pools, make_case
+from lowlat_nvidia.dense.reference import random_weights, reference_step, rotary_table
+from lowlat_nvidia.dense.step import THREADS, DenseStep, StepDeadlineError, StepTensors
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+SHAPES = {
+    "heads of 64": plans.DenseShape(3, 2048, 32, 8, 64, 3072, 3001, False),
+    "heads of 128, query norms": plans.DenseShape(4, 1024, 16, 8, 128, 3072, 5003, True, 1e-6),
+    "wide": plans.DenseShape(2, 4096, 32, 8, 128, 4096, 2999, True, 1e-6),
+}
+CASES = {
+    "one row, first token": [[0]],
+    "one row": [[1234]],
+    "two requests": [[17], [900]],
+    "verify": [[511, 512, 513, 514, 515]],
+    "mixed": [[5], [700, 701, 702], [63]],
+    "seven": [[i * 97] for i in range(7)],
+    "eight": [[3000 - i * 331] for i in range(8)],
+}
+# Relative distance of logits from float32. The kernel rounds what it multiplies to bfloat16 and nothing else; a path
+# that also keeps its residual in bfloat16 is farther away (`test_closer_than_bfloat16`).
+BOUND = 1.2e-2
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def built(request: pytest.FixtureRequest) -> Iterator[tuple[DenseStep, object]]:
+    shape = SHAPES[request.param]
+    weights = random_weights(shape, 11, "cuda")
+    step = DenseStep(plans.DensePlan(shape), weights, rotary_table(9000, shape.head_dim, 5e5, "cuda"))
+    yield step, weights
+    step.function.close()
+
+
+def run(step: DenseStep, inputs: StepTensors, pools: list, page_size: int) -> torch.Tensor:
+    step.bind(pools, page_size)
+    step.logits_RV.fill_(float("nan"))
+    step.next_token_R.fill_(-7)
+    logits = step.run(inputs).clone()
+    step.check()
+    return logits
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("case", CASES)
+def test_against_float32(built: tuple, case: str, page_size: int) -> None:
+    step, weights = built
+    shape = step.plan.shape
+    inputs, pools = make_case(shape, CASES[case], page_size, zlib.crc32(case.encode()) % 10_000 + page_size)
+    expected_pools = copy_pools(pools)
+    expected = reference_step(shape, weights, step.rotary, expected_pools, page_size, inputs)
+    logits = run(step, inputs, pools, page_size)
+    error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (error < BOUND).all(), error
+    assert torch.equal(step.next_token_R[: len(logits)], logits.argmax(1))
+    for mine, theirs in zip(pools, expected_pools, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            untouched = b == 1e4
+            assert torch.equal(a == 1e4, untouched)
+            a, b = a.float()[~untouched], b.float()[~untouched]
+            assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_a_row_has_the_same_bits_at_every_width(built: tuple) -> None:
+    step, _ = built
+    positions = [[40], [1000], [999], [0], [2500], [64], [65], [128]]
+    inputs, pools = make_case(step.plan.shape, positions, 16, 5)
+    together = run(step, inputs, copy_pools(pools), 16)
+    for row in range(8):
+        alone = StepTensors(
+            inputs.tokens_R[row : row + 1],
+            inputs.positions_R[row : row + 1],
+            inputs.row_request_R[row : row + 1],
+            torch.zeros_like(inputs.row_first_R[:1]),
+            inputs.page_table_QP,
+        )
+        assert torch.equal(run(step, alone, copy_pools(pools), 16)[0], together[row]), row
+
+
+def test_verifying_equals_decoding_one_by_one(built: tuple) -> None:
+    step, _ = built
+    inputs, pools = make_case(step.plan.shape, [[702, 703, 704, 705]], 1, 6)
+    together = run(step, inputs, copy_pools(pools), 1)
+    for row in range(4):
+        one = StepTensors(
+            inputs.tokens_R[row : row + 1],
+            inputs.positions_R[row : row + 1],
+            inputs.row_request_R[row : row + 1],
+            torch.zeros_like(inputs.row_first_R[:1]),
+            inputs.page_table_QP,
+        )
+        assert torch.equal(run(step, one, pools, 1)[0], together[row]), row
+
+
+def test_repeats_bit_for_bit_and_widths_alternate(built: tuple) -> None:
+    step, _ = built
+    wide, pools = make_case(step.plan.shape, [[100 + i] for i in range(8)], 16, 7)
+    narrow = StepTensors(
+        wide.tokens_R[:2], wide.positions_R[:2], wide.row_request_R[:2], wide.row_first_R[:2], wide.page_table_QP
+    )
+    step.bind(pools, 16)
+    first = step.run(wide).clone()
+    for turn in range(300):
+        assert torch.equal(step.run(wide), first), turn
+        if turn % 3 == 0:
+            assert torch.equal(step.run(narrow), first[:2]), turn
+    step.check()
+
+
+def test_in_a_graph(built: tuple) -> None:
+    step, _ = built
+    inputs, pools = make_case(step.plan.shape, [[321], [5]], 16, 8)
+    step.bind(pools, 16)
+    expected = step.run(inputs).clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step.run(inputs)
+    for _ in range(20):
+        logits.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(logits, expected)
+    step.check()
+
+
+def test_a_missed_deadline_is_an_error_and_the_context_lives(built: tuple) -> None:
+    step, _ = built
+    inputs, pools = make_case(step.plan.shape, [[77]], 16, 9)
+    expected = run(step, inputs, pools, 16)
+    step.spin_limit = 3000
+    try:
+        parameters = step.parameters(inputs)
+        # One block is missing: the others wait in vain for what it would have published.
+        step.function.launch(plans.BLOCKS - 1, THREADS, parameters, torch.cuda.current_stream().cuda_stream)
+        with pytest.raises(StepDeadlineError, match="gave up waiting"):
+            step.check()
+    finally:
+        step.spin_limit = 4_000_000
+        step.reset()
+    assert torch.equal(run(step, inputs, pools, 16), expected)
+
+
+def test_closer_than_bfloat16(built: tuple) -> None:
+    """A forward pass that keeps everything in bfloat16 is farther from float32 than the kernel."""
+    step, weights = built
+    shape = step.plan.shape
+    inputs, pools = make_case(shape, [[300]], 16, 10)
+    expected_pools = copy_pools(pools)
+    expected = reference_step(shape, weights, step.rotary, expected_pools, 16, inputs)[0]
+    rounded = reference_step(shape, weights, step.rotary, copy_pools(pools), 16, inputs, torch.bfloat16)[0]
+    logits = run(step, inputs, pools, 16)[0]
+    assert (logits - expected).norm() < (rounded.float() - expected).norm()

@@ -1,0 +1,131 @@
+"""The dense step's host side: shapes, plans, packing, and what the compiler reports. No GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowlat_nvidia import jit
+from lowlat_nvidia.dense import pack as packing
+from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense.reference import random_weights, rotary_table
+
+SMALL = plans.DenseShape(1, 1024, 16, 8, 128, 1024, 1100, True)
+
+
+@pytest.mark.parametrize("name", plans.PRESETS)
+def test_presets_fit(name: str) -> None:
+    shape = plans.PRESETS[name]
+    plans.check(shape)
+    plan = plans.DensePlan(shape)
+    assert plan.shared_bytes() <= plans.SHARED_LIMIT
+    assert plan.ring_pages >= 3
+    packed = plan.stream_pages() * plan.page_bytes * plans.BLOCKS * plans.WARPS
+    # Padding of the vocabulary to whole tiles is all that is read beside the weights.
+    assert shape.weight_bytes() <= packed < 1.01 * shape.weight_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"head_dim": 96}, "head_dim"),
+        ({"kv_heads": 3, "q_heads": 12}, "KV heads"),
+        ({"hidden": 1536}, "hidden"),
+        ({"inter": 3000}, "inter"),
+        ({"hidden": 5120}, "hidden"),
+        ({"q_heads": 64}, "query elements"),
+    ],
+)
+def test_other_shapes_are_refused_by_name(change: dict[str, int], word: str) -> None:
+    with pytest.raises(plans.UnsupportedShapeError, match=word):
+        plans.check(dataclasses.replace(plans.QWEN3_06B, **change))
+
+
+def test_config_of_a_checkpoint() -> None:
+    config = {
+        "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    assert plans.shape_from_config(config) == plans.QWEN3_06B
+    for change in ({"model_type": "mixtral"}, {"attention_bias": True}, {"hidden_act": "gelu"}):
+        with pytest.raises(plans.UnsupportedShapeError, match=next(iter(change))):
+            plans.shape_from_config({**config, **change})
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    tiles=st.integers(1, 3),
+    inputs=st.sampled_from([512, 1024, 2048, 3072, 4096, 8192]),
+    fragments=st.sampled_from([2, 4]),
+)
+def test_packing_round_trip(tiles: int, inputs: int, fragments: int) -> None:
+    if (inputs // 256) % fragments:
+        return
+    outputs = plans.BLOCKS * 8 * tiles
+    matrix = torch.arange(outputs * inputs, dtype=torch.int32).reshape(outputs, inputs)
+    pages = packing.pack_matrix(matrix, fragments)
+    assert pages.shape[1] == plans.BLOCKS * plans.WARPS * fragments * 256
+    assert torch.equal(packing.unpack_matrix(pages, outputs, inputs, fragments), matrix)
+
+
+def test_a_lane_holds_eight_inputs_of_one_output() -> None:
+    matrix = torch.arange(1024 * 1024, dtype=torch.int32).reshape(1024, 1024)
+    pages = packing.pack_matrix(matrix, 4)
+    block, warp, fragment, lane = 5, 3, 2, 22
+    at = ((block * plans.WARPS + warp) * 4 + fragment) * 256 + lane * 8
+    row, first = block * 8 + lane // 4, warp * 128 + fragment * 32 + lane % 4 * 8
+    assert pages[0, at : at + 8].tolist() == matrix[row, first : first + 8].tolist()
+
+
+def test_the_stream_is_all_matrices_in_order() -> None:
+    weights = random_weights(SMALL, 3, "cpu")
+    plan = plans.DensePlan(SMALL)
+    width = plans.BLOCKS * plans.WARPS * plan.page_fragments * 256
+    stream = torch.full((plan.stream_pages(), width), float("nan"), dtype=torch.bfloat16)
+    packing.pack(plan, weights, stream)
+    assert not stream.isnan().any()
+    at = 0
+    for matrix in packing.stages(SMALL, weights):
+        pages = packing.pack_matrix(matrix, plan.page_fragments)
+        assert torch.equal(stream[at : at + len(pages)], pages)
+        at += len(pages)
+    # Gate and up alternate; the queries of a KV head stand before its key and value.
+    layer = weights.layers[0]
+    assert torch.equal(packing.order_gate_up(layer.gate, layer.up)[7], layer.up[3])
+    assert torch.equal(packing.order_qkv(SMALL, layer.q, layer.k, layer.v)[SMALL.head_rows], layer.q[256])
+
+
+def test_rotary_table_is_a_rotation() -> None:
+    table = rotary_table(50, 64, 1e4, "cpu")
+    assert table.shape == (50, 2, 32)
+    assert torch.allclose(table.square().sum(1), torch.ones(50, 32), atol=1e-6)
+    assert torch.equal(table[0, 0], torch.ones(32))
+
+
+@pytest.mark.parametrize("name", plans.PRESETS)
+def test_compiles_without_spills(name: str) -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'")
+    plan = plans.DensePlan(plans.PRESETS[name])
+    try:
+        cubin, log = jit.compile_cubin("dense_step.cu", plan.definitions(), cache=False, verbose=True)
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, jit.BuildError):
+            raise
+        pytest.skip(f"NVRTC is missing: {error}")
+    assert len(cubin) > 20_000
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
+    assert registers * 384 <= 65536
+
+
+def test_a_broken_source_names_the_log() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'")
+    definitions = {**plans.DensePlan(SMALL).definitions(), "HEAD_DIM": 0}
+    with pytest.raises(jit.BuildError, match=r"dense_step\.cu did not compile"):
+        jit.compile_cubin("dense_step.cu", definitions, cache=False)
