@@ -171,7 +171,7 @@ def test_a_taken_port_is_named():
         taken.listen()
         result = run("serve", "--model", "no-such-model", "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
-    assert "Choose another --port" in result.stderr
+    assert "Choose another port" in result.stderr
 
 
 def test_models_are_listed():

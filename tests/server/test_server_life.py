@@ -178,7 +178,7 @@ def test_a_full_queue_is_a_429_with_retry_after():
 
 def test_a_dead_engine_ends_streams_with_an_error_and_the_next_request_is_served(slow):
     first = next(stream := slow.stream("/v1/completions", **LONG))
-    assert first["choices"][0]["text"] == "a"
+    assert first["choices"][0]["text"].startswith("a")
     with ThreadPoolExecutor() as pool:
         whole = pool.submit(slow.post, "/v1/completions", **LONG)
         wait_for(lambda: slow.metric("lowlat_running_sequences") == 2)

@@ -7,14 +7,15 @@ from lowlat.cli.remote import RemoteError, remote_answer
 from lowlat.engine.request import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "h\u00e9"}]
-SAMPLING = SamplingParams(max_tokens=9, temperature=0.5, top_k=3, seed=1)
+SAMPLING = SamplingParams(
+    max_tokens=9, temperature=0.5, top_k=3, seed=1, min_p=0.1, repetition_penalty=1.1, presence_penalty=1, min_tokens=2
+)
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_pieces_join_to_the_answer(live, suffix):
     pieces = list(remote_answer(live.url + suffix, SAMPLING, None)(MESSAGES))
     assert "".join(pieces) == live.chat("h\u00e9", max_tokens=9)["choices"][0]["message"]["content"]
-    assert len(pieces) > 3
 
 
 def test_leaving_early_cancels():

@@ -111,6 +111,28 @@ SAMPLING_OPTIONS: dict[str, Any] = {
         float,
         _option("--top-p", panel=_SAMPLING, min=0.0001, max=1, help="Only the most likely tokens of this probability."),
     ],
+    "min_p": Annotated[
+        float,
+        _option(
+            "--min-p", panel=_SAMPLING, min=0, max=1, help="Least probability, as a part of the likeliest token's."
+        ),
+    ],
+    "repetition_penalty": Annotated[
+        float,
+        _option(
+            "--repetition-penalty", panel=_SAMPLING, min=0.01, max=10, help="Above 1: against what was said before."
+        ),
+    ],
+    "presence_penalty": Annotated[
+        float,
+        _option("--presence-penalty", panel=_SAMPLING, min=-2, max=2, help="Taken from tokens that the answer holds."),
+    ],
+    "frequency_penalty": Annotated[
+        float, _option("--frequency-penalty", panel=_SAMPLING, min=-2, max=2, help="The same, for each time.")
+    ],
+    "min_tokens": Annotated[
+        int, _option("--min-tokens", panel=_SAMPLING, min=0, help="Nothing ends the answer before so many tokens.")
+    ],
     "seed": Annotated[int | None, _option("--seed", panel=_SAMPLING, min=0, help="Makes sampling repeatable.")],
 }
 

@@ -52,8 +52,11 @@ def _body(messages: list[dict[str, str]], sampling: SamplingParams) -> bytes:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
     }
-    if sampling.top_k:
-        fields["top_k"] = sampling.top_k
+    # Only what was asked for is sent, so that servers of other projects can be talked to as well.
+    usual = SamplingParams()
+    for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
+        if getattr(sampling, name) != getattr(usual, name):
+            fields[name] = getattr(sampling, name)
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     return msgspec.json.encode(fields)
