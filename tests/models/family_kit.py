@@ -68,8 +68,13 @@ def save_random(path: Path, family: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def build(path: Path, communicator: Communicator | None = None, max_context: int = 256) -> Any:
-    context = BuildContext(select("cpu"), communicator or SingleRank(), torch.float32, max_context)
+def build(
+    path: Path,
+    communicator: Communicator | None = None,
+    max_context: int = 256,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    context = BuildContext(select("cpu"), communicator or SingleRank(), dtype, max_context)
     return build_model(open_checkpoint(path), context, lambda done, total: None)
 
 

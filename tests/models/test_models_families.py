@@ -149,6 +149,24 @@ def test_two_ranks_compute_what_one_does(case: str, pairs: Pairs):
     assert group.sums == 2 * 2 * reference.config.num_hidden_layers
 
 
+@pytest.mark.parametrize("case", ["qwen2", "gemma3", "mixtral", "qwen3 moe", "gpt-oss"])
+def test_bfloat16_stays_near_float32(case: str, pairs: Pairs):
+    path, reference, _ = pairs[case]
+    tokens = random_tokens(30, 9)
+    expected = expected_logits(reference, tokens)
+    model = build(path, dtype=torch.bfloat16)
+    assert model.layers[0].input_norm_H.dtype == model.embedding_VH.dtype == torch.bfloat16
+    runner, recorder = make_runner(model)
+    runner.run(StepPlan(0, [(0, GREEDY)], [(0, 0, [*range(10)])], [PrefillChunk(0, 0, tokens[:29], True)], []))
+    logits = [recorder.logits[0]]
+    runner._tokens[0] = tokens[29]
+    runner.run(StepPlan(1, [], [], [], [0]))
+    logits.append(recorder.logits[0])
+    assert logits[0].dtype == torch.float32
+    similarity = torch.nn.functional.cosine_similarity(torch.stack(logits), expected[28:])
+    assert similarity.min() > 0.97
+
+
 def test_windows_matter_and_are_crossed(pairs: Pairs):
     """The comparisons above would pass without windows if nothing lay beyond them."""
     path, reference, _ = pairs["gemma3"]
