@@ -105,10 +105,10 @@ def test_attention_equals_a_loop_over_rows(data: st.DataObject):
 @settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(1, 12), padding=st.integers(0, 3), experts=st.integers(1, 9), chosen=st.integers(1, 9),
-    normalised=st.booleans(), biased=st.booleans(), seed=st.integers(0, 1000),
+    normalised=st.booleans(), biased=st.booleans(), min_rows=st.sampled_from([1, 4]), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_mixtures_equal_a_loop_over_rows(
-    rows: int, padding: int, experts: int, chosen: int, normalised: bool, biased: bool, seed: int
+    rows: int, padding: int, experts: int, chosen: int, normalised: bool, biased: bool, min_rows: int, seed: int
 ):
     chosen = min(chosen, experts)
     generator = torch.Generator().manual_seed(seed)
@@ -130,7 +130,7 @@ def test_mixtures_equal_a_loop_over_rows(
     activation = clamped_swiglu(1.7, 0.8) if biased else gated_silu
     mixture = MixtureOfExperts(
         TopKRouter(router_EH, bias_E, chosen, normalised=normalised),
-        Experts(packed, [pack(*weights) for weights in down], activation),  # type: ignore[arg-type]
+        Experts(packed, [pack(*weights) for weights in down], activation, min_rows=min_rows),  # type: ignore[arg-type]
         lambda x: x,
     )
     x_RH = torch.cat([random(rows, hidden), torch.full((padding, hidden), float("nan"))])

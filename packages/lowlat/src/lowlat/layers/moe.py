@@ -41,11 +41,18 @@ class Experts:
     """Gated MLPs, each a pair of packed weights: [gate; up] and down. Only experts that a row chose are computed."""
 
     def __init__(
-        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: GatedActivation
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        activation: GatedActivation,
+        *,
+        min_rows: int = 1,
     ) -> None:
+        """`min_rows`: an expert with fewer rows computes this many, where the platform does that faster."""
         self._gate_up = gate_up
         self._down = down
         self._activation = activation
+        self._min_rows = min_rows
 
     def __call__(self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor) -> torch.Tensor:
         """Weighted sum over each row's experts, [R, H]; added in the router's order, whatever the other rows are."""
@@ -59,8 +66,9 @@ class Experts:
             if not count:
                 continue
             part = slice(first, first + count)
-            gate_XI, up_XI = self._gate_up[expert](x_XH[part]).chunk(2, dim=-1)
-            out_XH[part] = self._down[expert](self._activation(gate_XI, up_XI))
+            part_XH = F.pad(x_XH[part], (0, 0, 0, max(0, self._min_rows - count)))
+            gate_XI, up_XI = self._gate_up[expert](part_XH).chunk(2, dim=-1)
+            out_XH[part] = self._down[expert](self._activation(gate_XI, up_XI))[:count]
             first += count
         out_RAH = torch.empty_like(out_XH).index_copy_(0, order_X, out_XH).view(rows, chosen, -1)
         return (out_RAH * weights_RA.unsqueeze(-1).to(out_RAH.dtype)).sum(dim=1)

@@ -65,7 +65,8 @@ def gpt_oss(checkpoint: Checkpoint, build: BuildContext, progress: LoadProgress)
             weight_OI, bias_O = _expert(weights, f"{name}.experts.down_proj", expert, build.dtype)
             # Ranks' results are summed, so one alone adds the bias.
             down.append(pack(weight_OI[:, part].contiguous(), bias_O if shard.rank == 0 else None))
-        return MixtureOfExperts(router, Experts(gate_up, down, activation), build.communicator.all_reduce)
+        experts_of_layer = Experts(gate_up, down, activation, min_rows=build.platform.min_rows)
+        return MixtureOfExperts(router, experts_of_layer, build.communicator.all_reduce)
 
     bias = config.attention_bias
     family = Family(qkv_bias=bias, output_bias=bias, sinks=True, mlp=mixture)

@@ -53,4 +53,5 @@ def mixture_of(
         parts = [(gate_name, part), (up_name, part)]
         gate_up.append(split_outputs(weights.read, platform, parts, bias=False))
         down.append(split_inputs(weights.read, platform, communicator.shard, down_name, part, bias=False))
-    return MixtureOfExperts(router, Experts(gate_up, down, GATED[config.activation]), communicator.all_reduce)
+    experts = Experts(gate_up, down, GATED[config.activation], min_rows=platform.min_rows)
+    return MixtureOfExperts(router, experts, communicator.all_reduce)
