@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -91,6 +92,7 @@ class ServerCollector(Collector):
             refused.add_metric([str(status)], count)
         yield refused
         yield GaugeMetricFamily("lowlat_open_requests", "HTTP requests with an answer under way.", len(self._open))
+        yield GaugeMetricFamily("lowlat_front_tasks", "Tasks of the front's event loop.", len(asyncio.all_tasks()))
         yield CounterMetricFamily(
             "lowlat_completion_tokens", "Tokens in answers, up to where each answer ended.", front.completion_tokens
         )

@@ -1,0 +1,212 @@
+"""Faults of scheduling, cache and lengths, through HTTP and the engine's own loop, over a device that checks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from faults_kit import at_rest, simulated_server, solo, wait_for
+from kv_simulator import drain, make_core, make_request, solo_answer
+
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def live():
+    """Small chunks and a pool that is too small for all that runs at once."""
+    shape = {"max_context": CONTEXT, "chunk_tokens": 8, "pages": 90, "step_s": 0.001}
+    with simulated_server(shape) as server:
+        yield server
+
+
+def ids_of(live, prompt, max_tokens, **fields):
+    answer = live.complete(prompt=prompt, max_tokens=max_tokens, return_token_ids=True, **fields)
+    return answer["choices"][0]["token_ids"], answer
+
+
+def test_a36_lengths_at_the_edge_of_the_context(live):
+    """Clamped, never an error: prompt + answer fit the context; a prompt that leaves no room is a 400."""
+    for length, max_tokens in itertools.product(range(CONTEXT - 2, CONTEXT + 2), (None, 1, 2, 100)):
+        prompt = [70 + n % 40 for n in range(length)]
+        body = {"prompt": prompt, "ignore_eos": True, "return_token_ids": True}
+        answer = live.post("/v1/completions", **body, max_tokens=max_tokens)
+        room = CONTEXT - length
+        if room < 1:
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+            continue
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert choice["token_ids"] == solo(prompt, min(room, max_tokens or 16), ignore_eos=True)
+    # A chat without max_tokens gets what the context leaves.
+    assert live.chat("hi", ignore_eos=True)["usage"]["total_tokens"] == CONTEXT
+    assert at_rest(live)
+
+
+def test_a41_salts_share_no_cache_entries(live):
+    prompt = [71 + n for n in range(40)]
+    expected = solo(prompt, 6, ignore_eos=True)
+    seen = []
+    for fields in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}, {"cache_salt": ""}):
+        ids, answer = ids_of(live, prompt, 6, ignore_eos=True, **fields)
+        assert ids == expected
+        seen.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    # No salt and the empty salt are the same.
+    assert seen == [0, 0, 0, 36, 36, 36]
+
+
+def test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone(live):
+    shared = [70 + n % 90 for n in range(64)]
+
+    def run(prompt, request_id=None):
+        body = {"prompt": prompt, "max_tokens": 24, "return_token_ids": True, "ignore_eos": True}
+        with httpx.Client(base_url=live.url, timeout=30) as http:
+            answer = http.post("/v1/completions", json=body | {"request_id": request_id}).json()
+        return answer["choices"][0]["finish_reason"], answer["choices"][0]["token_ids"]
+
+    aborted = 0
+    for turn in range(4):
+        # The shared part differs from turn to turn, so that cancels hit prefills too.
+        prompts = [[60 + turn, *shared, 200 + n] for n in range(8)]
+        with ThreadPoolExecutor(12) as pool:
+            running = [pool.submit(run, prompt, f"r{n}") for n, prompt in enumerate(prompts)]
+            retries = []
+            for n in (0, 1):
+                wait_for(functools.partial(live.state.live.get, f"r{n}"))
+                time.sleep(0.003 * turn)
+                live.http.delete(f"/v1/requests/r{n}")
+                retries.append(pool.submit(run, prompts[n]))
+            others = [[100 + turn, 5, 6, n] for n in range(2)]
+            unrelated = [pool.submit(run, prompt) for prompt in others]
+            wanted = [*prompts, *prompts[:2], *others]
+            for prompt, future in zip(wanted, [*running, *retries, *unrelated], strict=True):
+                reason, ids = future.result()
+                expected = solo(prompt, 24, ignore_eos=True)
+                assert ids == expected[: len(ids)]
+                assert reason == "abort" or ids == expected
+                aborted += reason == "abort"
+    assert aborted >= 3
+    assert at_rest(live)
+
+
+def test_a45_priorities_preempt_and_everybody_ends_right():
+    """Fifteen run at priority 0 in a pool that is too small for them; then several come at priority 10."""
+    core, device = make_core(pages=40, page_size=4, max_batch=15, chunk_tokens=16, max_context=64)
+    low = [make_request(f"low{n}", [n, 1, 2, 3], 20 + n, ignore_eos=True) for n in range(15)]
+    high = [make_request(f"high{n}", [n, 9, 9], 4 + 5 * n, priority=10, ignore_eos=True) for n in range(5)]
+    answers: dict[str, list[int]] = {}
+    ended: list[str] = []
+    for request in low:
+        core.submit(request)
+    while core.has_work:
+        if core.scheduler.stats.step == 12:
+            for request in high:
+                if request.id not in answers and request.id not in core.scheduler._live:
+                    core.submit(request)
+        for output in core.turn():
+            answers.setdefault(output.id, []).extend(output.token_ids)
+            if output.finish_reason:
+                ended.append(output.id)
+        core.scheduler.check()
+        device.check()
+    assert core.scheduler.stats.preemptions >= 3
+    for request in low + high:
+        assert answers[request.id] == solo_answer(request)
+    assert [name for name in ended if name.startswith("high")] == [request.id for request in high]
+    waited = [name for name in ended if name.startswith("low")]
+    assert ended.index("high4") < ended.index(waited[-3]), "lower priorities were put back for higher ones"
+
+
+def test_a45_equal_priorities_keep_their_order_when_the_running_set_is_full():
+    core, device = make_core(pages=60, max_batch=2)
+    for number in range(6):
+        core.submit(make_request(f"r{number}", [number, 1], 5, ignore_eos=True))
+    core.turn()
+    core.submit(make_request("first", [9, 9], 5, priority=1, ignore_eos=True))
+    core.submit(make_request("second", [8, 8], 5, priority=1, ignore_eos=True))
+    answers = drain(core, device)
+    order = list(answers)
+    assert order.index("first") < order.index("second") < order.index("r2")
+    assert [name for name in order if name.startswith("r")] == [f"r{number}" for number in range(6)]
+    assert core.scheduler.stats.preemptions > 0
+
+
+def test_a57_a_long_prefill_that_moves_stays_healthy():
+    """The watchdog's limit is far below the prefill's time, but above a step's."""
+    shape = {"max_context": 1024, "pages": 300, "chunk_tokens": 8, "step_s": 0.04}
+    with simulated_server(shape, watchdog_s=1.6) as live:
+        done = threading.Event()
+        statuses = []
+
+        def probe():
+            while not done.is_set():
+                statuses.append(httpx.get(live.url + "/ready").status_code)
+                time.sleep(0.05)
+
+        with ThreadPoolExecutor(1) as pool:
+            probing = pool.submit(probe)
+            try:
+                answer = live.complete(prompt=[70 + n % 50 for n in range(480)], max_tokens=1)
+            finally:
+                done.set()
+            probing.result()
+        assert answer["timings"]["total_s"] > 1.6
+        assert set(statuses) == {200}
+        assert len(statuses) > 5
+
+
+def test_a58_gauges_and_counters_agree_after_all_clients_left(live):
+    host, port = live.url.removeprefix("http://").split(":")
+    names = (
+        'lowlat_sequences_total{finish_reason="abort"}',
+        "lowlat_request_seconds_count",
+        "lowlat_queue_seconds_count",
+    )
+    before = [live.metric(name) for name in names]
+    body = b'{"prompt": "abc", "max_tokens": 100, "stream": true, "ignore_eos": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    sockets = [socket.create_connection((host, int(port))) for _ in range(40)]
+    for one in sockets:
+        one.sendall(head + body)
+    wait_for(lambda: len(live.state.live) > 30)
+    for one in sockets:
+        one.close()
+    wait_for(lambda: live.metric("lowlat_request_seconds_count") == before[1] + 40)
+    assert at_rest(live)
+    assert live.metric("lowlat_running_sequences") == live.metric("lowlat_waiting_sequences") == 0
+    assert live.metric('lowlat_kv_pages{state="held"}') == 0
+    ended, *counts = [live.metric(name) - earlier for name, earlier in zip(names, before, strict=True)]
+    assert counts == [40, 40]
+    assert ended >= 30
+    # Tokens that the engine made and no answer holds any more are in its own counter alone.
+    assert live.metric("lowlat_completion_tokens_total") <= live.metric("lowlat_generated_tokens_total")
+    assert live.complete(prompt=[70, 71], max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_a43_an_abort_at_every_moment_frees_once(run_ahead):
+    """Abort after k turns, admit another request at once, follow up: pages, slots and answers are right for each k."""
+    for moment in range(9):
+        core, device = make_core(max_batch=2, page_size=1, pages=40, chunk_tokens=4, run_ahead=run_ahead)
+        first = make_request("first", [11, 12, 13, 14, 15, 16], 6, ignore_eos=True)
+        core.submit(first)
+        core.submit(make_request("beside", [21, 22], 8, ignore_eos=True))
+        early = [output for _ in range(moment) for output in core.turn()]
+        core.abort("first")
+        core.submit(make_request("next", [31, 32, 33], 5, ignore_eos=True))
+        answers = drain(core, device)
+        assert answers["next"] == solo([31, 32, 33], 5, ignore_eos=True)
+        beside = [token for output in early if output.id == "beside" for token in output.token_ids]
+        assert beside + answers.get("beside", []) == solo([21, 22], 8, ignore_eos=True)
+        follow_up = [*first.prompt_ids, *solo_answer(first), 9, 9]
+        core.submit(make_request("follow", follow_up, 3, ignore_eos=True))
+        assert drain(core, device)["follow"] == solo(follow_up, 3, ignore_eos=True)
+        assert core.scheduler.cache.pool.held == 0
+        assert sorted(core.scheduler._slots) == [0, 1]
