@@ -115,7 +115,8 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--probes", default="1")
     parser.add_argument("--copies", default="4")
-    parser.add_argument("--idle", default="100")
+    parser.add_argument("--idle", default="200")
+    parser.add_argument("--paced", default="1")
     parser.add_argument("--brief", action="store_true", help="check only the first variant of each run")
     parser.add_argument("--stamps", action="store_true")
     args = parser.parse_args()
@@ -126,18 +127,19 @@ def main() -> None:
         contexts = [int(c) for c in args.contexts.split(",")]
         rotary = reference.rotary_table(max(contexts) + 64, shape.head_dim, 5e5, "cuda")
         base: DenseStep | None = None
-        for ring, units, copies, probe, idle in itertools.product(
+        for ring, units, copies, probe, idle, paced in itertools.product(
             args.rings.split(","),
             map(int, args.units.split(",")),
             map(int, args.copies.split(",")),
             args.probes.split(","),
             map(int, args.idle.split(",")),
+            args.paced.split(","),
         ):
             for stamps in (0, 16) if args.stamps else (0,):
-                plan = plans.DensePlan(shape, int(ring) * 1024, units, stamps, copies, probe == "1", idle)
+                plan = plans.DensePlan(shape, int(ring) * 1024, units, stamps, copies, probe == "1", idle, paced == "1")
                 start = time.time()
                 base = DenseStep(plan, weights, rotary)
-                label = f"{name} ring {ring} units {units} copies {copies} probe {probe} idle {idle}"
+                label = f"{name} ring {ring} units {units} copies {copies} probe {probe} idle {idle} paced {paced}"
                 if stamps == 0:
                     print(f"== {label}: built in {time.time() - start:.1f} s {base.function.attributes()}", flush=True)
                 if not args.no_check and stamps == 0:

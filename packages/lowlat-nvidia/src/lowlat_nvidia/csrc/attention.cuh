@@ -120,23 +120,44 @@ DEV void look_up(const Params& p, const Shared& s, Cursor& at, int lane) {
   const int token = at.base + lane;
   at.where = lane < 8 && token < min(k.end[at.row], k.cached[at.row]) ? slot_of(p, s, at.row, token) : -1;
 }
-// Copies a unit, 16 bytes a lane and time; tokens that are not cached become zeros. The unit is full when all arrive.
-// `patient`: a piece at a time, so that what other warps poll for does not queue behind it.
-DEV void copy_unit(const Params& p, Shared& s, u32 units, Cursor& at, int lane, bool patient) {
-  const Control& k = s.control;
-  const int head = blockIdx.x / SPLITS;
-  const u32 to = units + (at.warp * UNITS + at.slot) * UNIT;
-  const u8 *keys = k.pools[at.layer][0], *values = k.pools[at.layer][1];
+// Fills a unit with 16-byte copies; tokens that are not cached become zeros. Fast, but loads return in order within a
+// multiprocessor: what is polled for waits behind these.
+DEV void copy_pieces(const Params& p, u32 to, const u8* keys, const u8* values, long head, int where, u32 full, int lane) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; i++) {
     const int index = i * 32 + lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
-    const int slot = __shfl_sync(~0u, at.where, t);
-    const long from = ((slot < 0 ? 0 : slot) * p.slot_stride + head * p.head_stride + piece * 8) * 2;
+    const int slot = __shfl_sync(~0u, where, t);
+    const long from = ((slot < 0 ? 0 : slot) * p.slot_stride + head + piece * 8) * 2;
     copy_async(to + t * KEY_STRIDE + piece * 16, keys + from, slot >= 0);
     copy_async(to + 8 * KEY_STRIDE + t * VALUE_STRIDE + piece * 16, values + from, slot >= 0);
-    if (patient) asm volatile("cp.async.wait_all;" ::: "memory");
   }
-  barrier_arrive_after_copies(shared_address(&s.unit_full[at.warp][at.slot]));
+  barrier_arrive_after_copies(full);
+}
+// The same with a bulk copy for each key and each value, which no other load waits for, at a tenth of the rate. Tokens
+// that are not cached keep what was there: their weights are zero, and it is finite.
+DEV void copy_tokens(const Params& p, u32 to, const u8* keys, const u8* values, long head, int where, u32 full, int lane,
+                     u64 policy) {
+  const int slot = __shfl_sync(~0u, where, lane % 8);
+  const u32 bytes = __popc(__ballot_sync(~0u, where >= 0)) * HEAD_DIM * 4;
+  if (lane == 0)
+    barrier_expect(full, bytes);
+  else
+    barrier_arrive(full);
+  __syncwarp();
+  if (lane < 16 && slot >= 0) {
+    to += lane < 8 ? lane * KEY_STRIDE : 8 * KEY_STRIDE + (lane - 8) * VALUE_STRIDE;
+    copy_bulk(to, (lane < 8 ? keys : values) + (slot * p.slot_stride + head) * 2, HEAD_DIM * 2, full, policy);
+  }
+}
+DEV void copy_unit(const Params& p, Shared& s, u32 units, Cursor& at, int lane, bool patient, u64 policy) {
+  const Control& k = s.control;
+  const long head = blockIdx.x / SPLITS * p.head_stride;
+  const u32 to = units + (at.warp * UNITS + at.slot) * UNIT, full = shared_address(&s.unit_full[at.warp][at.slot]);
+  const u8 *keys = k.pools[at.layer][0], *values = k.pools[at.layer][1];
+  if (patient)
+    copy_tokens(p, to, keys, values, head, at.where, full, lane, policy);
+  else
+    copy_pieces(p, to, keys, values, head, at.where, full, lane);
   at.base += STRIPE;
   if (at.base >= k.end[at.row]) {
     if (++at.row == p.rows) { at.row = 0; at.layer++; }
@@ -147,7 +168,12 @@ DEV void copy_unit(const Params& p, Shared& s, u32 units, Cursor& at, int lane, 
 }
 // What a copying warp does: units for two consumer warps, as they become empty, in whatever order that is.
 DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
-  const bool patient = p.rows == 1 && s.control.end[0] - s.control.begin[0] <= STRIPE;
+  // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
+  // other block is waited for.
+  const int tokens = s.control.end[0] - s.control.begin[0];
+  const bool patient = p.rows == 1 && tokens <= 2 * STRIPE;
+  const int lead = tokens <= STRIPE ? UNITS : max(1, UNITS / 2);  // layers that the ring holds
+  const u64 policy = read_once_policy();
   Cursor at[2];
 #pragma unroll
   for (int j = 0; j < 2; j++) {
@@ -159,8 +185,8 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
     bool idle = true;
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      if (at[j].layer < LAYERS && barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase)) {
-        copy_unit(p, s, units, at[j], lane, patient);
+      if (at[j].layer < LAYERS && !(PACED && patient && s.progress <= at[j].layer - lead) && barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase)) {
+        copy_unit(p, s, units, at[j], lane, patient, policy);
         idle = false;
       }
     if (idle) __nanosleep(IDLE_NS);  // polling takes shared memory's time from the warps that compute

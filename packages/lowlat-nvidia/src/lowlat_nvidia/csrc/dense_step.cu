@@ -68,6 +68,7 @@ DEV void project_back(Context& c, int from, int to, int to_square, int norm, flo
 DEV void gate_up(Context& c, int layer) {
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
     load_normed(c, c.now, W_MID, W_MID_SQUARE, a, 5);
+    if (c.thread == 0) c.s.progress = layer + 1;
     stamp(c, layer, 9);
   };
   gemv<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, load, [&](int tile0, int tiles, const float* part) {
@@ -200,10 +201,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   Shared& s = *(Shared*)memory;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   if (thread < WARPS * RING_PAGES) barrier_init(shared_address(s.full + thread), 1);
+  if (thread == 0) s.progress = 0;
   if (thread < WARPS * UNITS) {
     barrier_init(shared_address(&s.unit_full[0][0] + thread), 32);
     barrier_init(shared_address(&s.unit_empty[0][0] + thread), 1);
   }
+#pragma unroll 1
+  for (int i = thread; i < WARPS * UNITS * UNIT / 16; i += THREADS + COPY_THREADS)
+    ((uint4*)(memory + UNITS_OFFSET))[i] = make_uint4(0, 0, 0, 0);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();

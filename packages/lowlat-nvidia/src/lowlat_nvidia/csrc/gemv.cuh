@@ -18,6 +18,7 @@ struct __align__(16) Shared {
   float square[2][WARPS][MAX_ROWS];   // partial sums of squares
   float merge[2][WARPS][8][2];        // attention: maximum and sum of each warp and head
   Control control;
+  volatile int progress;              // layers whose gate and up projection has begun
   unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
   unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
   unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs

@@ -102,7 +102,7 @@ def check(shape: DenseShape) -> None:
         raise UnsupportedShapeError(f"head_dim is {s.head_dim}; 64 and 128 are computed")
     if s.kv_heads < 4 or BLOCKS % s.kv_heads or BLOCKS // s.kv_heads > 32 or s.q_heads % s.kv_heads:
         raise UnsupportedShapeError(
-            f"{s.q_heads} query and {s.kv_heads} KV heads; KV heads must divide {BLOCKS}, at least 4"
+            f"{s.q_heads} query, {s.kv_heads} KV heads; KV heads must divide {BLOCKS}, at least 4"
         )
     splits, group_dim = BLOCKS // s.kv_heads, s.qdim // s.kv_heads
     if group_dim not in (256, 512):
@@ -147,6 +147,7 @@ class DensePlan:
     copies: int = 4
     probe: bool = True
     idle_ns: int = 200
+    paced: bool = True
 
     @property
     def page_fragments(self) -> int:
@@ -166,7 +167,7 @@ class DensePlan:
         """Shared memory of a block beside the ring of weights, barriers of up to 16 pages a warp included."""
         s = self.shape
         sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + WARPS * 8 * 2)
-        control = MAX_ROWS * (6 * 4 + 8 + 4 * s.head_dim)
+        control = 16 + MAX_ROWS * (6 * 4 + 8 + 4 * s.head_dim)
         control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
         heads = MAX_ROWS * (2 * s.qdim // s.kv_heads + 4 * s.head_dim)
         units = WARPS * self.units * (32 * s.head_dim + 8 * 80 + 16)
@@ -222,5 +223,6 @@ class DensePlan:
             "COPIES": self.copies,
             "PROBE": int(self.probe),
             "IDLE_NS": self.idle_ns,
+            "PACED": int(self.paced),
             "SHARED_BYTES": self.shared_bytes(),
         }

@@ -21,7 +21,7 @@ DEFAULT_SPIN_LIMIT = 4_000_000  # fruitless polls of one wait: seconds, where a 
 
 
 class StepDeadlineError(RuntimeError):
-    """A block waited too long for another. The step's results are void; the context lives, `reset` restores the step."""
+    """A block waited too long for another. The results are void; the context lives, `reset` restores the step."""
 
 
 _POINTERS = (

@@ -1,0 +1,226 @@
+"""A decode step of dense models: the persistent kernel beside plain and compiled PyTorch in CUDA graphs, in one run.
+
+    python benchmarks/dense_step_arms.py --out result.json --commit $(git rev-parse HEAD)
+
+Needs one Hopper GPU. The file is written again after every model, so that an interrupted run keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("LOWLAT_CACHE", "/tmp/lowlat-cubins")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/lowlat-nvidia/src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+import torch.nn.functional as F
+from dense_step import check_case
+
+from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense import reference
+from lowlat_nvidia.dense.cases import make_case
+from lowlat_nvidia.dense.pack import DenseWeights
+from lowlat_nvidia.dense.step import DenseStep
+from lowlat_nvidia.jit import Function, compile_cubin
+
+Arm = Callable[[], object]
+
+
+class _Reading(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_ulonglong), ("out", ctypes.c_void_p))
+
+
+def read_ceiling() -> float:
+    """Bytes a second of a kernel that reads 8.6 GB once; the best of a few runs."""
+    data = torch.empty(8_600_000_000 // 8, dtype=torch.int64, device="cuda").fill_(0x5A5A5A5A)
+    out = torch.zeros(4, dtype=torch.int32, device="cuda")
+    function = Function(compile_cubin("read_ceiling.cu", {})[0], "read_ceiling", 0)
+    reading = _Reading(data.data_ptr(), data.numel() * 8, out.data_ptr())
+    stream = torch.cuda.current_stream().cuda_stream
+    times = sample({"read": lambda: function.launch(264, 1024, reading, stream)}, 12)["read"]
+    return data.numel() * 8 / (min(times) / 1e6)
+
+
+def sample(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of every arm, one run of each a round, in a new order every round."""
+    order = list(arms)
+    shuffle = random.Random(0)
+    for _ in range(5):
+        for name in order:
+            arms[name]()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            arms[name]()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3)
+    return times
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """Median and the ends of its 95 % bootstrap interval."""
+    draw = random.Random(1)
+    middles = sorted(sorted(draw.choices(values, k=len(values)))[len(values) // 2] for _ in range(1000))
+    return sorted(values)[len(values) // 2], middles[25], middles[974]
+
+
+def in_graph(step: Arm) -> Arm:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def torch_step(
+    shape: plans.DenseShape, weights: DenseWeights, context: int
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """An ordinary PyTorch decode step of one request with a contiguous cache; projections of a layer are joined."""
+    s = shape
+    kv = s.kv_heads * s.head_dim
+    layers = []
+    for w in weights.layers:
+        cache = [torch.randn(1, s.kv_heads, context, s.head_dim, device="cuda").bfloat16() for _ in range(2)]
+        layers.append((torch.cat([w.q, w.k, w.v]), torch.cat([w.gate, w.up]), w, cache))
+    cosine, sine = (torch.randn(1, s.head_dim, device="cuda").bfloat16() for _ in range(2))
+    position = torch.tensor([context - 1], device="cuda")
+    token = torch.zeros(1, dtype=torch.long, device="cuda")
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        return x * cosine + torch.cat((-x[..., half:], x[..., :half]), -1) * sine
+
+    def step(token: torch.Tensor) -> torch.Tensor:
+        x = weights.embedding[token]
+        for qkv, gate_up, w, (keys, values) in layers:
+            h = F.rms_norm(x, (s.hidden,), w.norm1, s.eps)
+            q, k, v = F.linear(h, qkv).split([s.qdim, kv, kv], -1)
+            q, k = q.view(1, s.q_heads, 1, s.head_dim), k.view(1, s.kv_heads, 1, s.head_dim)
+            if w.q_norm is not None and w.k_norm is not None:
+                q = F.rms_norm(q, (s.head_dim,), w.q_norm, s.eps)
+                k = F.rms_norm(k, (s.head_dim,), w.k_norm, s.eps)
+            keys.index_copy_(2, position, turn(k))
+            values.index_copy_(2, position, v.view(1, s.kv_heads, 1, s.head_dim))
+            out = F.scaled_dot_product_attention(turn(q), keys, values, enable_gqa=True)
+            x = x + F.linear(out.reshape(1, s.qdim), w.o)
+            gate, up = F.linear(F.rms_norm(x, (s.hidden,), w.norm2, s.eps), gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, w.down)
+        return F.linear(F.rms_norm(x, (s.hidden,), weights.norm, s.eps), weights.lm_head).argmax(-1)
+
+    return step, token
+
+
+class Report:
+    def __init__(self, path: Path, commit: str, tree: str, ceiling: float) -> None:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        self.path, self.ceiling = path, ceiling
+        cpu = next(
+            (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
+        )
+        machine = {"gpu": torch.cuda.get_device_name(), "gpus": 1, "driver": driver, "cpu": cpu}
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        command = " ".join(["python benchmarks/dense_step_arms.py", *sys.argv[1:]])
+        self.body = {
+            "schema": 1, "name": "dense-step", "date": now, "commit": commit, "tree": tree, "command": command,
+            "machine": {**machine, "torch": torch.__version__, "python": platform.python_version()},
+            "simulated": {"weights": True, "acceptance": False}, "read_ceiling_tb_s": round(ceiling / 1e12, 3),
+            "rows": [],
+        }  # fmt: skip
+
+    def add(
+        self, workload: str, arm: str, rows: int, context: int, size: int, values: list[float], note: str = ""
+    ) -> None:
+        middle, low, high = median_interval(values)
+        fraction = size / self.ceiling * 1e6 / middle
+        row = {
+            "workload": workload, "rows": rows, "context": context, "tp": 1, "dtype": "bfloat16", "arm": arm,
+            "metric": "step_us", "concurrency": rows, "median": round(middle, 2), "low": round(low, 2),
+            "high": round(high, 2),
+            "samples": len(values), "bytes": size, "ceiling_fraction": round(fraction, 4), "note": note,
+        }  # fmt: skip
+        self.body["rows"].append(row)  # type: ignore[attr-defined]
+        print(
+            f"{workload} {arm} rows {rows} context {context}: {middle:.1f} us [{low:.1f}, {high:.1f}] {fraction:.1%}",
+            flush=True,
+        )
+        self.path.write_text(json.dumps(self.body, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--tree", default="")
+    parser.add_argument("--models", default="qwen3-0.6b,llama-1b,qwen3-8b")
+    parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile arm out")
+    parser.add_argument("--seconds", type=float, default=1e9, help="compile nothing more after this long")
+    args = parser.parse_args()
+    begin = time.time()
+    report = Report(args.out, args.commit, args.tree, read_ceiling())
+    print(f"read ceiling {report.ceiling / 1e12:.3f} TB/s", flush=True)
+    for name in args.models.split(","):
+        shape = plans.PRESETS[name]
+        weights = reference.random_weights(shape, 1, "cuda")
+        built = DenseStep(plans.DensePlan(shape), weights, reference.rotary_table(131_100, shape.head_dim, 5e5, "cuda"))
+        for positions in ([[1023]], [[31], [900, 901]]):
+            error, _ = check_case(built, weights, positions, 16, 5)
+            print(f"{name} {positions}: relative error {error:.2e}", flush=True)
+        inputs, pools = make_case(shape, [[1023]], 16, 3)
+        built.bind(pools, 16)
+        step, token = torch_step(shape, weights, 1024)
+        arms: dict[str, Arm] = {"lowlat-nvidia": lambda built=built, inputs=inputs: built.run(inputs)}
+        with torch.no_grad():
+            arms["torch-eager-graph"] = in_graph(lambda step=step, token=token: step(token))
+            if not args.no_compile and time.time() - begin < args.seconds:
+                start = time.time()
+                compiled = torch.compile(step, fullgraph=True)
+                arms["torch-compile"] = in_graph(lambda compiled=compiled, token=token: compiled(token))
+                print(f"{name}: compiled in {time.time() - start:.0f} s", flush=True)
+            times = sample(arms, 40)
+        built.check()
+        size = shape.weight_bytes() + shape.kv_bytes(1024)
+        for arm, values in times.items():
+            report.add(name, arm, 1, 1024, size, values)
+        report.add(
+            name, "read-floor", 1, 1024, size, [size / report.ceiling * 1e6], "bytes over the read ceiling of this run"
+        )
+        for rows, context in ((2, 1024), (4, 1024), (8, 1024), (1, 32_768), (1, 131_072)):
+            del inputs, pools
+            inputs, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
+            built.bind(pools, 16)
+            values = sample({"lowlat-nvidia": lambda built=built, inputs=inputs: built.run(inputs)}, 30)[
+                "lowlat-nvidia"
+            ]
+            built.check()
+            size = shape.weight_bytes() + rows * shape.kv_bytes(context)
+            report.add(name, "lowlat-nvidia", rows, context, size, values)
+        del arms, built, weights, step, inputs, pools
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
