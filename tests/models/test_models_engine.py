@@ -30,6 +30,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "attn_implementation": "eager",
     },
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "Qwen3": {"head_dim": 16},
     "Qwen3Moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }
 ANSWER = 20

@@ -126,7 +126,11 @@ def test_ragged_batches_equal_transformers(case: str, pairs: Pairs):
     check_ragged_batch(reference, model, min_rows=8)
 
 
-@pytest.mark.parametrize("case", ["qwen2", "gemma3", "qwen3 moe", "gpt-oss"])
+# Two key-value heads or more: a rank needs a whole one.
+SHARED = [case for case in CASES if case not in ("gemma3 scaled, capped", "qwen2 tied")]
+
+
+@pytest.mark.parametrize("case", SHARED)
 def test_two_ranks_compute_what_one_does(case: str, pairs: Pairs):
     path, reference, _ = pairs[case]
     tokens = random_tokens(40, 5)
