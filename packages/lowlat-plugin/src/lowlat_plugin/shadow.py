@@ -261,12 +261,14 @@ class Shadow:
             (step.token_ids_R.shape[0], self.host.vocab_size), float("nan"), device=self.host.device
         )
         slots = step.write_slots_R[step.write_slots_R >= 0]
-        before = [pool[self._watched_W].clone() for pool in self._pools()]
+        before = [pool[self._watched_W] for pool in self._pools()]
         held = self.host.memory_bytes()
         self.host.synchronize()
         given, what = dataclasses.replace(step), f"{kernel.spec.name} step {step.shape}"
         logits = call_within(2 * seconds, what, lambda: self._forward(kernel, given))
         grown = (self.host.memory_bytes() or 0) - (held or 0)
+        if logits.data_ptr() != step.logits_RV.data_ptr():
+            grown -= logits.numel() * logits.element_size()  # what is handed over is not kept
         if held is not None and grown > LATE_MEMORY_BYTES:
             reasons.append(
                 Reason(Code.LATE_MEMORY, f"step {step.shape}", f"{grown} bytes", "all memory taken in build()")
@@ -285,7 +287,7 @@ class Shadow:
     def _forward(self, kernel: Kernel, step: StepInputs) -> Tensor:
         import torch
 
-        if self.host.device.startswith("cuda"):
+        if torch.device(self.host.device).index is not None:
             torch.cuda.set_device(self.host.device)  # this is another thread than the host's
         with torch.inference_mode():
             logits = kernel.forward(step)
