@@ -11,7 +11,7 @@ from collections import deque
 
 from lowlat.cache.pages import Owner
 from lowlat.cache.prefix import PrefixCache
-from lowlat.engine.batch import PlanLimits, StepPlan
+from lowlat.engine.batch import GREEDY, PlanLimits, StepPlan
 from lowlat.engine.core import EngineCore
 from lowlat.engine.executor import StepResult
 from lowlat.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
@@ -54,6 +54,8 @@ class KVSimulator:
         """KV slot -> (token, digest of the tokens up to it)."""
         self.tables = [[-1] * limits.max_pages for _ in range(limits.max_batch)]
         self.lengths = [0] * limits.max_batch
+        self.sampling = [GREEDY] * limits.max_batch
+        self.guessed = self.accepted = 0
         self.tokens = [0] * limits.max_batch
         self.results: deque[tuple[StepResult, set[int]]] = deque()
         self.rows = 0
@@ -80,8 +82,9 @@ class KVSimulator:
         return digest
 
     def launch(self, plan: StepPlan) -> None:
-        for slot, _ in plan.begins:
+        for slot, sampling in plan.begins:
             self.tables[slot] = [-1] * len(self.tables[slot])
+            self.sampling[slot] = sampling
         for slot, first, pages in plan.pages:
             self.tables[slot][first : first + len(pages)] = pages
         sampled: list[tuple[int, int]] = []
@@ -98,16 +101,35 @@ class KVSimulator:
             self.lengths[chunk.slot] = chunk.start + len(chunk.tokens)
             if chunk.sample:
                 sampled.append((chunk.slot, next_token(digest)))
+        counts = [1] * len(sampled)
         for slot in plan.decodes:
-            digest = self.compute(slot, self.lengths[slot], self.tokens[slot])
-            written.add(self.slot_of(slot, self.lengths[slot]) // self.size)
-            self.lengths[slot] += 1
-            sampled.append((slot, next_token(digest)))
+            burst = self.decode(slot, written)
+            counts.append(len(burst))
+            sampled.extend((slot, token) for token in burst)
         for slot, token in sampled:
             self.tokens[slot] = token
-        assert len({slot for slot, _ in sampled}) == len(sampled), "a slot is sampled twice in a step"
         self.most_chunks = max(self.most_chunks, len(plan.chunks))
-        self.results.append((StepResult(plan.step, [token for _, token in sampled], None, scores), written))
+        result = StepResult(plan.step, [token for _, token in sampled], None, scores, counts)
+        self.results.append((result, written))
+
+    def decode(self, slot: int, written: set[int]) -> list[int]:
+        """One row and, where the slot may have more, rows of guesses, of which the first `right` are right."""
+        start, setting = self.lengths[slot], self.sampling[slot]
+        rows = min(setting.width, setting.end - start)
+        right = hash((start, slot, self.rows)) % rows
+        token, burst = self.tokens[slot], []
+        for row in range(rows):
+            digest = self.compute(slot, start + row, token)
+            written.add(self.slot_of(slot, start + row) // self.size)
+            token = next_token(digest)
+            if row <= right:
+                burst.append(token)
+            if row >= right:
+                token = (token + 1) % VOCABULARY  # a wrong guess: its entry must never be read by a later step
+        self.guessed += rows - 1
+        self.accepted += right
+        self.lengths[slot] = min(start + len(burst), setting.end - 1)
+        return burst
 
     def collect(self, timeout: float | None) -> StepResult | None:
         return self.results.popleft()[0] if self.results else None
@@ -131,12 +153,13 @@ def make_core(
     run_ahead: int = 1,
     max_context: int = 64,
     prefix_cache: bool = True,
+    width: int = 1,
 ) -> tuple[EngineCore, KVSimulator]:
     limits = PlanLimits(
         max_batch=max_batch, max_rows=chunk_tokens + max_batch, max_pages=min(-(-max_context // page_size), pages)
     )
     cache = PrefixCache(pages, page_size, enabled=prefix_cache)
-    scheduler = Scheduler(cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0)
+    scheduler = Scheduler(cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0, width=width)
     device = KVSimulator(cache, limits)
     return EngineCore(scheduler, device, run_ahead=run_ahead), device
 

@@ -42,7 +42,7 @@ class Events:
     def collect(self) -> None:
         result = self.device.collect(None)
         if result is not None:
-            self.scheduler.commit(result.step, result.tokens, result.logprobs, result.prompt_logprobs)
+            self.scheduler.commit(result)
 
     def abort(self, name: str) -> None:
         assert self.core.abort(name)
@@ -88,10 +88,12 @@ SHAPES = [
     {"pages": 40, "page_size": 4, "max_batch": 4, "chunk_tokens": 8},
     {"pages": 80, "page_size": 1, "max_batch": 3, "chunk_tokens": 5},
     {"pages": 5, "page_size": 16, "max_batch": 8, "chunk_tokens": 64},
+    {"pages": 40, "page_size": 4, "max_batch": 4, "chunk_tokens": 8, "width": 4},
+    {"pages": 80, "page_size": 1, "max_batch": 3, "chunk_tokens": 5, "width": 7},
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"page{shape['page_size']}")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"page{shape['page_size']} width{shape.get('width', 1)}")
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_ten_thousand_random_events(shape: dict[str, int], depth: int):
     rng = random.Random(depth)
@@ -116,6 +118,7 @@ def test_ten_thousand_random_events(shape: dict[str, int], depth: int):
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0
     assert events.device.most_chunks > 1
+    assert (0 < events.device.accepted < events.device.guessed) == ("width" in shape)
 
 
 class EngineMachine(RuleBasedStateMachine):

@@ -59,7 +59,7 @@ def test_an_end_noticed_late_frees_once_and_after_the_last_step():
     for _step in range(2):
         result = device.collect(None)
         assert result is not None
-        scheduler.commit(result.step, result.tokens, None)
+        scheduler.commit(result)
         device.check()
     outputs = scheduler.take_outputs()
     assert outputs[-1].finish_reason == FinishReason.STOP
@@ -68,7 +68,7 @@ def test_an_end_noticed_late_frees_once_and_after_the_last_step():
     assert not core.abort("a"), "an abort after the end finds nothing"
     result = device.collect(None)
     assert result is not None
-    scheduler.commit(result.step, result.tokens, None)
+    scheduler.commit(result)
     assert scheduler.take_outputs() == [], "the token beyond the end is dropped"
     scheduler.check()
     assert drain(core, device)["b"] == solo_answer(make_request("b", [7, 7], 3))

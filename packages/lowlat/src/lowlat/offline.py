@@ -159,7 +159,11 @@ class Engine:
             id=f"local-{next(self._numbers)}", prompt_ids=ids, sampling=sampling, arrival=time.monotonic()
         )
         assembler = OutputAssembler(
-            self.tokenizer, stop=stop, logprobs=sampling.logprobs is not None, continues=isinstance(prompt, str)
+            self.tokenizer,
+            stop=stop,
+            min_tokens=sampling.min_tokens,
+            logprobs=sampling.logprobs is not None,
+            continues=isinstance(prompt, str),
         )
         self._core.submit(request)
         return _Run(request, assembler)

@@ -71,6 +71,15 @@ ENGINE_OPTIONS: dict[str, Any] = {
             "--run-ahead", panel=_COMPUTE, min=0, help="Steps launched before the result of an earlier one is read."
         ),
     ],
+    "spec": Annotated[
+        Literal["off", "ngram"],
+        _option(
+            "--spec", panel=_COMPUTE, help="Guess tokens that followed the same words before; answers stay the same."
+        ),
+    ],
+    "spec_width": Annotated[
+        int, _option("--spec-width", panel=_COMPUTE, min=2, max=16, help="Most rows of a request in such a step.")
+    ],
     "seed": Annotated[
         int, _option("--engine-seed", panel=_COMPUTE, help="Seeds of requests that bring none are drawn from this one.")
     ],

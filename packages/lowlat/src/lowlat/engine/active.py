@@ -12,6 +12,7 @@ class ActiveRequest:
 
     __slots__ = (
         "cached_tokens",
+        "end",
         "ended",
         "filled",
         "in_flight",
@@ -30,9 +31,12 @@ class ActiveRequest:
         "slot",
         "stops",
         "tokens",
+        "width",
     )
 
-    def __init__(self, request: GenerateRequest, order: tuple[int, int], seed: int, stops: frozenset[int]) -> None:
+    def __init__(
+        self, request: GenerateRequest, order: tuple[int, int], seed: int, stops: frozenset[int], width: int = 1
+    ) -> None:
         self.request = request
         self.order = order
         """(-priority, arrival number): smaller runs first."""
@@ -41,6 +45,10 @@ class ActiveRequest:
         self.tokens = list(request.prompt_ids)
         """Prompt and the answer so far, as far as the host knows."""
         self.prompt_tokens = len(request.prompt_ids)
+        self.width = width if request.sampling.speculate else 1
+        """Most rows of a decode step."""
+        self.end = self.prompt_tokens + request.sampling.max_tokens
+        """Tokens of prompt and longest answer."""
         self.slot = -1
         self.lease: Lease | None = None
         self.sent_pages = 0
@@ -48,11 +56,11 @@ class ActiveRequest:
         self.prefill_end = 0
         """Tokens that were there at the last admission: after them, decoding begins."""
         self.launched = 0
-        """Tokens whose keys and values are computed once all launched steps are done."""
+        """Tokens whose keys and values are computed once all launched steps are done; with guesses, the most."""
         self.filled = 0
         """Tokens whose keys and values are computed by finished steps."""
         self.launched_samples = 0
-        """Answer tokens known or on their way."""
+        """Answer tokens known or on their way; with guesses, the least."""
         self.scored = 0 if request.sampling.prompt_logprobs is not None else self.prompt_tokens - 1
         """Prompt tokens after the first whose log-probabilities are known, on their way or not wanted."""
         self.in_flight = 0
@@ -67,8 +75,9 @@ class ActiveRequest:
     def slot_sampling(self) -> SlotSampling:
         """What rank 0 must know to choose this request's next tokens."""
         sampling = self.request.sampling
+        speculates = self.width > 1
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-        history = penalties != (1.0, 0.0, 0.0)
+        history = speculates or penalties != (1.0, 0.0, 0.0)
         return SlotSampling(
             sampling.temperature,
             sampling.top_k,
@@ -80,6 +89,8 @@ class ActiveRequest:
             logit_bias=sampling.logit_bias,
             banned=tuple(self.stops) if sampling.min_tokens else (),
             banned_until=self.prompt_tokens + sampling.min_tokens,
+            width=self.width,
+            end=self.end,
             prompt=tuple(self.tokens[: self.prompt_tokens]) if history else (),
             answer=tuple(self.tokens[self.prompt_tokens :]) if history else (),
         )

@@ -57,8 +57,12 @@ class SlotSampling(msgspec.Struct, frozen=True):
     banned: tuple[int, ...] = ()
     """Tokens that must not be chosen for positions before `banned_until`."""
     banned_until: int = 0
+    width: int = 1
+    """Rows that a decode step may have: one, and guesses of the tokens after it."""
+    end: int = 0
+    """Tokens of prompt and longest answer together: guesses must not go beyond."""
     prompt: tuple[int, ...] = ()
-    """Tokens before the answer, and `answer`, those of it so far: given only where penalties need them."""
+    """Tokens before the answer, and `answer`, those of it so far: given only where penalties or guesses need them."""
     answer: tuple[int, ...] = ()
 
 
@@ -81,9 +85,10 @@ class PrefillChunk(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """What one step does. Rows are the chunks' tokens in order, then one row for each decode slot.
+    """What one step does. Rows are the chunks' tokens in order, then those of each decode slot.
 
     A decode row's token and position are the slot's own state: the token sampled last and the tokens computed so far.
+    Where a slot's `width` allows, rows for guessed tokens follow it; how many tokens come out, the result tells.
     """
 
     step: int

@@ -79,6 +79,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
             eos_ids=frozenset(parts.facts.eos_ids),
             chunk_tokens=config.chunk_tokens,
             seed=config.seed,
+            width=_width(config),
         )
         run = parts.runner.run
         executor: Executor = ThreadExecutor(run, lambda: parts.platform.set_threads(parts.threads))
@@ -112,7 +113,7 @@ def build_rank(
     pages = int(communicator.broadcast(torch.tensor(pages)))
     limits = PlanLimits(
         max_batch=config.max_batch,
-        max_rows=config.chunk_tokens + config.max_batch,
+        max_rows=config.chunk_tokens + config.max_batch * _width(config),
         max_pages=min(pages_for(max_context, page_size), pages),
     )
     kv = KVPool(model.kv_layout(pages, page_size), platform.device)
@@ -156,6 +157,19 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         if ids:
             return tuple(ids)
     return ()
+
+
+def _width(config: EngineConfig) -> int:
+    """Rows that a request may have in a decode step."""
+    if config.spec not in ("off", "ngram"):
+        raise SetupError(f"speculation {config.spec!r} is not known; known: off, ngram")
+    if config.spec == "off":
+        return 1
+    if config.tensor_parallel > 1:
+        raise SetupError("--spec ngram works on one rank only; use --tp 1")
+    if not 2 <= config.spec_width <= 16:
+        raise SetupError(f"a speculative step of {config.spec_width} rows a request: use 2 to 16")
+    return config.spec_width
 
 
 def _threads(ranks: int) -> int:

@@ -31,6 +31,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     run_ahead: int = 1
     """Steps launched before the result of an earlier one is read (0: none)."""
+    spec: str = "off"
+    """`off`, or `ngram`: guess tokens that followed the same words before, and check several in one step."""
+    spec_width: int = 8
+    """Most rows of a request in a speculative step: one, and the guesses."""
     seed: int = 0
     """Seeds of requests that bring none are drawn from this one."""
     low_latency: str = "auto"

@@ -55,7 +55,7 @@ class EngineCore:
         if scheduler.in_flight:
             result = self.executor.collect(timeout)
             if result is not None:
-                scheduler.commit(result.step, result.tokens, result.logprobs, result.prompt_logprobs)
+                scheduler.commit(result)
         return scheduler.take_outputs()
 
     def stats(self) -> EngineStats:

@@ -15,13 +15,20 @@ from lowlat.engine.request import TokenLogprobs
 
 
 class StepResult(msgspec.Struct):
-    """What a step sampled: a token for each sample of its plan, in order."""
+    """What a step sampled: a token for each sample of its plan, in order.
+
+    With `counts`, so many tokens for each sample instead: a decode slot brings several where guesses were right, and
+    none where its answer had reached its end in a step before. `logprobs` are by token.
+    """
 
     step: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs]] | None = None
     """For each chunk with targets, in order: one entry for each target that is a token."""
+    counts: list[int] | None = None
+    guessed: int = 0
+    """Guessed tokens that the step checked."""
 
 
 class ExecutorError(Exception):

@@ -118,6 +118,7 @@ class EngineLoop:
         self._send(Stats(self._core.stats(), now))
         if os.getppid() != self._parent:
             log.warning("the front is gone: the engine ends")
+            self._events.setsockopt(zmq.LINGER, 0)  # nobody will read what is still queued
             self._stop = True
 
     def _send(self, event: Event) -> None:

@@ -46,6 +46,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no log-probabilities; 0: the chosen token's; n: and those of the n most likely tokens."""
+    speculate: bool = True
+    """Whether steps may check guesses of later tokens, where the engine speculates. It never changes an answer."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first. The whole prompt is computed then, whatever is cached."""
 
@@ -106,5 +108,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     preemptions: int = 0
     finished: int = 0
     aborted: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
+    """Guessed tokens that steps checked, and those that were right."""
     low_latency_steps: list[tuple[str, str, int]] = []
     """(path, reason, steps): path `plugin` or `general`; the reason is `covered` for `plugin`."""

@@ -15,10 +15,11 @@ from lowlat.engine.executor import StepResult
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.request import TokenLogprobs
-from lowlat.engine.sampler import sample, token_logprobs
+from lowlat.engine.sampler import sample_bursts, token_logprobs
 from lowlat.layers.step import DecodeGroup, Segment, StepInputs
 from lowlat.models.base import Model
 from lowlat.parallel.group import Communicator
+from lowlat.speculative.ngram import NgramProposer
 
 
 class ModelRunner:
@@ -37,6 +38,7 @@ class ModelRunner:
         self._tokens = [0] * limits.max_batch
         self._sampling = [GREEDY] * limits.max_batch
         self._rules: list[LogitRules | None] = [None] * limits.max_batch
+        self._proposers: list[NgramProposer | None] = [None] * limits.max_batch
         # KV slot of every token of every batch slot: the page tables, spelled out.
         self._kv_slots = np.zeros((limits.max_batch, limits.max_pages * self._page_size), dtype=np.int64)
         self._in_order = [True] * limits.max_batch
@@ -48,34 +50,63 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and sample its tokens; the slots' states advance."""
         self._update(plan)
+        guesses = [self._guess(slot) for slot in plan.decodes]
         logits_MV = None
-        if self.kernel_steps is not None:
+        if self.kernel_steps is not None and not any(guesses):
             logits_MV = self.kernel_steps.run(plan, self._tokens, self._lengths, self._kv_slots)
-        if logits_MV is not None:
-            slots = plan.decodes
-            for slot in slots:
-                self._lengths[slot] += 1
-        else:
-            step, slots = self._inputs(plan)
-            logits_MV = self.model.forward(step, self.kv)
-        prompt_logprobs = self._score(plan, logits_MV[len(slots) :]) if len(logits_MV) > len(slots) else None
-        if not slots:
-            return StepResult(plan.step, [], None, prompt_logprobs)
-        tokens, logprobs = self._sample(logits_MV[: len(slots)], slots)
-        for slot, token in zip(slots, tokens, strict=True):
-            self._tokens[slot] = token
-        return StepResult(plan.step, tokens, logprobs, prompt_logprobs)
+        if logits_MV is None:
+            logits_MV = self.model.forward(self._inputs(plan, guesses), self.kv)
+        for chunk in plan.chunks:
+            self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
+        slots = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
+        return self._result(plan, logits_MV, slots, [[]] * (len(slots) - len(guesses)) + guesses)
 
-    def _sample(self, logits_MV: torch.Tensor, slots: list[int]) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    def _guess(self, slot: int) -> list[int]:
+        """Guesses of the tokens after a decode slot's next one."""
+        proposer = self._proposers[slot]
+        if proposer is None:
+            return []
+        setting = self._sampling[slot]
+        return proposer.propose(min(setting.width, setting.end - self._lengths[slot]) - 1)
+
+    def _result(
+        self, plan: StepPlan, logits_MV: torch.Tensor, slots: list[int], guesses: list[list[int]]
+    ) -> StepResult:
+        """Choose tokens for `slots`, whose rows come first in `logits_MV`, and advance the decode slots."""
+        rows = len(slots) + sum(map(len, guesses))
+        scores = self._score(plan, logits_MV[rows:]) if len(logits_MV) > rows else None
+        if not slots:
+            return StepResult(plan.step, [], None, scores)
+        for slot in plan.decodes:
+            self._lengths[slot] += 1
+        bursts, logprobs = self._sample(logits_MV[:rows], slots, guesses)
+        for slot, burst, guessed in zip(slots, bursts, guesses, strict=True):
+            self._tokens[slot] = burst[-1]
+            length = self._lengths[slot] + len(burst) - 1
+            # Guesses may have ended an answer before a step that was launched ahead: it must not grow beyond its pages.
+            self._lengths[slot] = min(length, self._sampling[slot].end - 1) if self._sampling[slot].end else length
+            proposer = self._proposers[slot]
+            if proposer is not None:
+                proposer.judge(len(guessed), len(burst) - 1)
+                proposer.observe(burst)
+        tokens = [token for burst in bursts for token in burst]
+        counts = list(map(len, bursts)) if len(tokens) > len(slots) else None
+        return StepResult(plan.step, tokens, logprobs, scores, counts, sum(map(len, guesses)))
+
+    def _sample(
+        self, logits_MV: torch.Tensor, slots: list[int], guesses: list[list[int]]
+    ) -> tuple[list[list[int]], list[TokenLogprobs | None] | None]:
         """Rank 0 chooses and tells the others, so ranks can never disagree."""
         if self._communicator.shard.rank > 0:
-            return self._communicator.broadcast(torch.empty(len(slots), dtype=torch.int64)).tolist(), None
+            tokens = self._communicator.broadcast(torch.empty(len(slots), dtype=torch.int64)).tolist()
+            return [[token] for token in tokens], None
         settings = [self._sampling[slot] for slot in slots]
         positions = [self._lengths[slot] for slot in slots]
-        tokens, logprobs = sample(logits_MV, settings, positions, [self._rules[slot] for slot in slots])
+        rules = [self._rules[slot] for slot in slots]
+        bursts, logprobs = sample_bursts(logits_MV, settings, positions, rules, guesses)
         if self._communicator.shard.size > 1:
-            self._communicator.broadcast(torch.tensor(tokens))
-        return tokens, logprobs
+            self._communicator.broadcast(torch.tensor([burst[0] for burst in bursts]))
+        return bursts, logprobs
 
     def _score(self, plan: StepPlan, logits_MV: torch.Tensor) -> list[list[TokenLogprobs]] | None:
         """Log-probabilities of the chunks' targets, whose rows `logits_MV` holds in order; on rank 0 only."""
@@ -96,6 +127,10 @@ class ModelRunner:
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
             self._rules[slot] = LogitRules.of(sampling)
+            self._proposers[slot] = None
+            if sampling.width > 1:
+                proposer = self._proposers[slot] = NgramProposer()
+                proposer.observe(sampling.prompt + sampling.answer)
             self._in_order[slot] = True
         size = self._page_size
         for slot, first, pages in plan.pages:
@@ -107,76 +142,71 @@ class ModelRunner:
             steps = np.diff(row[low : first * size + len(filled)])
             self._in_order[slot] = self._in_order[slot] and bool((steps == 1).all())
 
-    def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
-        """The step's inputs, and the batch slots that sample, in order."""
+    def _inputs(self, plan: StepPlan, guesses: list[list[int]]) -> StepInputs:
+        """The step's inputs. Wanted are the logits of sampling chunks' last rows, of decode rows, of scored rows."""
         tokens: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
         sample_rows: list[int] = []
         score_rows: list[int] = []
-        slots: list[int] = []
+        singles: list[tuple[int, int]] = []
         write: list[np.ndarray] = []
+
+        def add(slot: int, start: int, new: list[int]) -> range:
+            rows = range(len(tokens), len(tokens) + len(new))
+            tokens.extend(new)
+            positions.extend(range(start, start + len(new)))
+            write.append(self._kv_slots[slot, start : start + len(new)])
+            return rows
+
         for chunk in plan.chunks:
-            end = chunk.start + len(chunk.tokens)
-            segments.append(self._segment(chunk.slot, len(tokens), len(chunk.tokens), end))
-            if chunk.targets:
-                score_rows.extend(range(len(tokens), len(tokens) + len(chunk.tokens)))
-            tokens.extend(chunk.tokens)
-            positions.extend(range(chunk.start, end))
-            write.append(self._kv_slots[chunk.slot, chunk.start : end])
-            self._lengths[chunk.slot] = end
-            if chunk.sample:
-                sample_rows.append(len(tokens) - 1)
-                slots.append(chunk.slot)
-        first_decode = len(tokens)
-        for slot in plan.decodes:
-            position = self._lengths[slot]
-            tokens.append(self._tokens[slot])
-            positions.append(position)
-            write.append(self._kv_slots[slot, position : position + 1])
-            self._lengths[slot] = position + 1
-            sample_rows.append(len(tokens) - 1)
-            slots.append(slot)
-        real_rows = len(tokens)
-        padding = max(0, self._min_rows - real_rows)
-        decodes: list[DecodeGroup] = []
-        if len(plan.decodes) == 1:
-            slot = plan.decodes[0]
-            segments.append(self._segment(slot, first_decode, 1, self._lengths[slot]))
-        elif plan.decodes:
-            decodes = self._decode_groups(plan.decodes, first_decode)
-        step = StepInputs(
-            tokens_R=torch.tensor(tokens + [0] * padding),
-            positions_R=torch.tensor(positions + [0] * padding),
+            rows = add(chunk.slot, chunk.start, chunk.tokens)
+            segments.append(self._segment(chunk.slot, rows, chunk.start + len(chunk.tokens)))
+            score_rows.extend(rows if chunk.targets else ())
+            sample_rows.extend(rows[-1:] if chunk.sample else ())
+        for slot, guessed in zip(plan.decodes, guesses, strict=True):
+            length = self._lengths[slot]
+            rows = add(slot, length, [self._tokens[slot], *guessed])
+            sample_rows.extend(rows)
+            if guessed:
+                segments.append(self._segment(slot, rows, length + len(rows)))
+            else:
+                singles.append((slot, rows[0]))
+        if len(singles) == 1:
+            slot, row = singles[0]
+            segments.append(self._segment(slot, range(row, row + 1), self._lengths[slot] + 1))
+        padding = [0] * max(0, self._min_rows - len(tokens))
+        return StepInputs(
+            tokens_R=torch.tensor(tokens + padding),
+            positions_R=torch.tensor(positions + padding),
             write_slots=torch.from_numpy(np.concatenate(write)),
-            real_rows=real_rows,
+            real_rows=len(tokens),
             segments=segments,
-            decodes=decodes,
+            decodes=self._decode_groups(singles) if len(singles) > 1 else [],
             sample_rows=torch.tensor(sample_rows + score_rows, dtype=torch.int64),
         )
-        return step, slots
 
-    def _segment(self, slot: int, first: int, rows: int, length: int) -> Segment:
+    def _segment(self, slot: int, rows: range, length: int) -> Segment:
         kv_slots = self._kv_slots[slot, :length]
         run = int(kv_slots[0]) if self._in_order[slot] else -1
-        return Segment(first, rows, length, torch.from_numpy(kv_slots), run)
+        return Segment(rows.start, len(rows), length, torch.from_numpy(kv_slots), run)
 
-    def _decode_groups(self, slots: list[int], first_row: int) -> list[DecodeGroup]:
-        """Gather decode rows whose lengths differ at most by a factor of two, so that padding stays small."""
-        order = sorted(range(len(slots)), key=lambda index: self._lengths[slots[index]])
+    def _decode_groups(self, singles: list[tuple[int, int]]) -> list[DecodeGroup]:
+        """Gather (slot, row) pairs whose lengths differ at most by a factor of two, so that padding stays small."""
+        order = sorted(singles, key=lambda single: self._lengths[single[0]])
         groups: list[DecodeGroup] = []
         begin = 0
         for end in range(1, len(order) + 1):
-            shortest = self._lengths[slots[order[begin]]]
-            if end < len(order) and self._lengths[slots[order[end]]] <= 2 * shortest:
+            shortest = self._lengths[order[begin][0]] + 1
+            if end < len(order) and self._lengths[order[end][0]] + 1 <= 2 * shortest:
                 continue
-            members = sorted(order[begin:end])
-            groups.append(self._decode_group([slots[index] for index in members], [first_row + i for i in members]))
+            members = sorted(order[begin:end], key=lambda single: single[1])
+            groups.append(self._decode_group([slot for slot, _ in members], [row for _, row in members]))
             begin = end
         return groups
 
     def _decode_group(self, slots: list[int], rows: list[int]) -> DecodeGroup:
-        lengths = np.array([self._lengths[slot] for slot in slots])
+        lengths = np.array([self._lengths[slot] + 1 for slot in slots])
         longest = int(lengths.max())
         kv_slots = self._kv_slots[slots, :longest]
         mask = None

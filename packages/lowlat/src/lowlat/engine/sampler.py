@@ -38,25 +38,59 @@ def sample(
 
     Returns tokens, and log-probabilities where any row asked for them. Raises `BadLogitsError` for NaN.
     """
+    bursts, logprobs = sample_bursts(logits_MV, settings, positions, rules, [[]] * len(settings))
+    return [token for burst in bursts for token in burst], logprobs
+
+
+def sample_bursts(
+    logits_MV: torch.Tensor,
+    settings: list[SlotSampling],
+    positions: list[int],
+    rules: list[LogitRules | None] | None,
+    guesses: list[list[int]],
+) -> tuple[list[list[int]], list[TokenLogprobs | None] | None]:
+    """Choose tokens of each request from its rows, which are one more than its `guesses`.
+
+    Row i of a request is right only if its guesses before i were. So tokens are chosen row by row, as if alone, until
+    one differs from the guess: that token still counts, the rows after it do not. Each token is drawn from the model's
+    own distribution with its own random number, so answers are those of one row a step, whatever was guessed.
+
+    Returns the tokens of each request, and one entry a token where any request asked for log-probabilities.
+    """
     best, tokens_M = logits_MV.max(dim=-1)
     if bool(best.isnan().any()):
         raise BadLogitsError("a step's logits contain NaN: the weights or a kernel are broken")
-    tokens: list[int] = tokens_M.tolist()
-    for row, (setting, position) in enumerate(zip(settings, positions, strict=True)):
-        rule = rules[row] if rules else None
-        logits_V = rule.apply(logits_MV[row], position) if rule else logits_MV[row]
-        if setting.temperature >= MIN_TEMPERATURE:
-            tokens[row] = _draw(logits_V, setting, uniform(setting.seed, position))
-        elif rule:
-            tokens[row] = int(logits_V.argmax())
-        if rule:
-            rule.observe(tokens[row])
-    if all(setting.logprobs < 0 for setting in settings):
-        return tokens, None
-    return tokens, [
-        token_logprobs(logits_MV[row], tokens[row], setting.logprobs) if setting.logprobs >= 0 else None
-        for row, setting in enumerate(settings)
-    ]
+    likeliest: list[int] = tokens_M.tolist()
+    bursts: list[list[int]] = []
+    entries: list[TokenLogprobs | None] = []
+    first = 0
+    for index, (setting, position, guessed) in enumerate(zip(settings, positions, guesses, strict=True)):
+        rule = rules[index] if rules else None
+        burst: list[int] = []
+        for row in range(first, first + len(guessed) + 1):
+            token = _choose(logits_MV[row], likeliest[row], setting, position + len(burst), rule)
+            entries.append(token_logprobs(logits_MV[row], token, setting.logprobs) if setting.logprobs >= 0 else None)
+            burst.append(token)
+            if row - first < len(guessed) and token != guessed[row - first]:
+                break
+        bursts.append(burst)
+        first += len(guessed) + 1
+    return bursts, entries if any(entry is not None for entry in entries) else None
+
+
+def _choose(
+    logits_V: torch.Tensor, likeliest: int, setting: SlotSampling, position: int, rule: LogitRules | None
+) -> int:
+    token = likeliest
+    if rule is not None:
+        logits_V = rule.apply(logits_V, position)
+    if setting.temperature >= MIN_TEMPERATURE:
+        token = _draw(logits_V, setting, uniform(setting.seed, position))
+    elif rule is not None:
+        token = int(logits_V.argmax())
+    if rule is not None:
+        rule.observe(token)
+    return token
 
 
 def uniform(seed: int, position: int) -> float:

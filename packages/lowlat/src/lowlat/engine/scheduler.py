@@ -17,6 +17,7 @@ from lowlat.cache.pages import OutOfPagesError
 from lowlat.cache.prefix import Lease, PrefixCache
 from lowlat.engine.active import ActiveRequest, Launch
 from lowlat.engine.batch import PlanLimits, PrefillChunk, StepPlan
+from lowlat.engine.executor import StepResult
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -29,12 +30,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: PrefixCache, limits: PlanLimits, *, eos_ids: frozenset[int], chunk_tokens: int, seed: int
+        self,
+        cache: PrefixCache,
+        limits: PlanLimits,
+        *,
+        eos_ids: frozenset[int],
+        chunk_tokens: int,
+        seed: int,
+        width: int = 1,
     ) -> None:
+        """`width`: most rows of a request in a decode step, more than one where steps check guesses."""
         self.cache = cache
         self.limits = limits
         self.eos_ids = eos_ids
         self.chunk_tokens = chunk_tokens
+        self.width = width
         self.stats = EngineStats(pages_total=cache.pool.total)
         self._seed = seed
         self._arrivals = itertools.count()
@@ -69,6 +79,7 @@ class Scheduler:
             (-request.priority, arrival),
             seed & 0xFFFFFFFFFFFFFFFF,
             stops if sampling.ignore_eos else stops | self.eos_ids,
+            self.width,
         )
         self._live[request.id] = active
         heapq.heappush(self._waiting, active)
@@ -115,7 +126,7 @@ class Scheduler:
         launch = Launch(self._step)
         for active in decoding:
             self._send_pages(active, plan)
-            active.launched += 1
+            active.launched = min(active.launched + active.width, active.end)
             active.launched_samples += 1
             active.in_flight += 1
             active.last_step = self._step
@@ -133,37 +144,36 @@ class Scheduler:
         self._step += 1
         return plan
 
-    def commit(
-        self,
-        step: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs | None] | None,
-        prompt_logprobs: list[list[TokenLogprobs]] | None = None,
-    ) -> None:
-        """Take in the result of the oldest step in flight: one token for each sample of its plan, in order, and
-        scores for each chunk of it that has targets."""
+    def commit(self, result: StepResult) -> None:
+        """Take in the result of the oldest step in flight."""
         launch = self._launches.popleft()
-        if launch.step != step:
-            raise ValueError(f"result of step {step}, expected {launch.step}")
+        if launch.step != result.step:
+            raise ValueError(f"result of step {result.step}, expected {launch.step}")
+        tokens, logprobs, counts = result.tokens, result.logprobs, result.counts
         sample = 0
-        scores = iter(prompt_logprobs or [])
+        scores = iter(result.prompt_logprobs or [])
         for active, filled, samples, has_scores in launch.chunks:
             active.in_flight -= 1
             chunk_scores = next(scores) if has_scores else None
             if not active.ended:
                 self._take_chunk(active, filled, chunk_scores)
                 if samples:
-                    self._take_token(active, tokens[sample], logprobs[sample] if logprobs else None)
+                    self._take_tokens(active, tokens[sample : sample + 1], logprobs and logprobs[sample : sample + 1])
             sample += samples
-        for active in launch.decodes:
+        chunk_samples = sample
+        for index, active in enumerate(launch.decodes, start=chunk_samples):
             active.in_flight -= 1
+            count = counts[index] if counts else 1
             if not active.ended:
-                active.filled += 1
-                self._take_token(active, tokens[sample], logprobs[sample] if logprobs else None)
-            sample += 1
+                burst = slice(sample, sample + count)
+                self._take_tokens(active, tokens[burst], logprobs and logprobs[burst])
+                active.launched = min(active.filled + active.in_flight * active.width, active.end)
+            sample += count
         self.stats.step += 1
+        self.stats.guessed_tokens += result.guessed
+        self.stats.accepted_tokens += len(tokens) - len(counts) if counts else 0
         if self._ending:
-            self._release_ended(step)
+            self._release_ended(result.step)
 
     def refresh_stats(self) -> EngineStats:
         """The current gauges and counters (one object, updated in place)."""
@@ -215,9 +225,10 @@ class Scheduler:
             if active.launched < active.prefill_end or active.launched_samples >= active.request.sampling.max_tokens:
                 continue
             assert active.lease is not None
-            while active.launched >= len(active.lease.pages) * page_size:
+            needed = min(active.launched + active.width, active.end)
+            while needed > len(active.lease.pages) * page_size:
                 try:
-                    self.cache.extend(active.lease, active.launched + 1)
+                    self.cache.extend(active.lease, needed)
                 except OutOfPagesError:
                     if self._launches:
                         return None
@@ -317,20 +328,26 @@ class Scheduler:
         else:
             self._outputs.append(output)
 
-    def _take_token(self, active: ActiveRequest, token: int, logprobs: TokenLogprobs | None) -> None:
-        active.tokens.append(token)
-        self.stats.generated_tokens += 1
-        output = RequestOutput(
-            active.request.id,
-            [token],
-            [logprobs] if logprobs is not None else None,
-            cached_tokens=active.cached_tokens,
-            queue_s=active.queue_s,
-        )
-        if token in active.stops:
-            output.finish_reason, output.stop_token_id = FinishReason.STOP, token
-        elif len(active.tokens) - active.prompt_tokens >= active.request.sampling.max_tokens:
-            output.finish_reason = FinishReason.LENGTH
+    def _take_tokens(
+        self, active: ActiveRequest, tokens: list[int], logprobs: list[TokenLogprobs | None] | None
+    ) -> None:
+        """Take in the tokens that one step brought, up to where the answer ends."""
+        output = RequestOutput(active.request.id, [], None, cached_tokens=active.cached_tokens, queue_s=active.queue_s)
+        for token in tokens:
+            active.tokens.append(token)
+            output.token_ids.append(token)
+            if token in active.stops:
+                output.finish_reason, output.stop_token_id = FinishReason.STOP, token
+            elif len(active.tokens) >= active.end:
+                output.finish_reason = FinishReason.LENGTH
+            if output.finish_reason is not None:
+                break
+        # The last token was never an input; those before it were, each at its own row.
+        active.filled = len(active.tokens) - 1
+        active.launched_samples = len(active.tokens) - active.prompt_tokens + active.in_flight
+        self.stats.generated_tokens += len(output.token_ids)
+        if logprobs and active.request.sampling.logprobs is not None:
+            output.logprobs = [entry for entry in logprobs[: len(output.token_ids)] if entry is not None]
         if output.finish_reason is None:
             self._outputs.append(output)
         else:

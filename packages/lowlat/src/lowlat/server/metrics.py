@@ -121,6 +121,10 @@ class ServerCollector(Collector):
         yield CounterMetricFamily(
             "lowlat_generated_tokens", "Tokens that the engine generated.", stats.generated_tokens
         )
+        yield CounterMetricFamily(
+            "lowlat_guessed_tokens", "Guessed tokens that steps checked (--spec).", stats.guessed_tokens
+        )
+        yield CounterMetricFamily("lowlat_accepted_tokens", "Guessed tokens that were right.", stats.accepted_tokens)
         yield CounterMetricFamily("lowlat_preemptions", "Running sequences that were put back.", stats.preemptions)
         steps = CounterMetricFamily(
             "lowlat_low_latency_steps",

@@ -134,6 +134,7 @@ def sampling_params(
         seed=None if body.seed is None else body.seed % 2**63,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
+        speculate=body.speculate is not False,
         logprobs=logprobs,
         prompt_logprobs=_most(body.prompt_logprobs, logprobs if echo else None),
         min_tokens=body.min_tokens or 0,

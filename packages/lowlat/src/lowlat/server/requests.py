@@ -86,6 +86,7 @@ class GenerationFields(Unsupported, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    speculate: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
