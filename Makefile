@@ -13,12 +13,14 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --r
 REQUIREMENTS := $(if $(shell command -v nvidia-smi),requirements/cuda.txt,requirements/cpu.txt)
 PACKAGES := packages/lowlat-plugin packages/lowlat
 
-.PHONY: help serve install test lint soak peers test-gpu clean
+.PHONY: help serve install test lint soak plants fuzz peers test-gpu clean
 
 help:
 	@echo "make serve     serve $(MODEL) on localhost:8000 (SERVE='--port 8001 ...' adds flags; see lowlat serve --help)"
 	@echo "make test      install what tests need and run linters and tests"
-	@echo "make soak      long tests, outside CI"
+	@echo "make soak      long tests, outside CI (LOWLAT_SOAK_SECONDS=180)"
+	@echo "make plants    plant known faults one by one and see that tests notice each, outside CI"
+	@echo "make fuzz      schemathesis against the server's own description, outside CI"
 	@echo "make peers     comparisons with other projects, in environments of their own, outside CI"
 
 serve: $(VENV)/.serve
@@ -36,7 +38,13 @@ lint: $(VENV)/.test
 	$(VENV)/bin/lint-imports
 
 soak: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests -m slow
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests -m slow -s
+
+plants: $(VENV)/.test
+	$(VENV)/bin/python tests/faults/plant.py
+
+fuzz: $(VENV)/.test
+	bash tests/faults/fuzz.sh
 
 peers: $(VENV)/.test
 	$(foreach script,$(wildcard benchmarks/peers/*.sh),bash $(script) &&) true

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from kv_simulator import KVSimulator, make_core
 
+import lowlat_plugin
 from lowlat.engine import messages as m
 from lowlat.engine.batch import StepPlan
 from lowlat.engine.config import EngineConfig
@@ -65,15 +66,27 @@ class Device:
         pass
 
 
+class NoKernels:
+    """What the admin route asks about, where there are no kernels."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    def switch(self, on: bool) -> None:
+        self.on = on
+
+    def report(self) -> lowlat_plugin.Report:
+        return lowlat_plugin.Report(policy="off", state="none", on=self.on)
+
+
 class CheckedCore:
     """An `EngineCore` whose books are checked after every turn."""
-
-    low_latency = None
 
     def __init__(self, core: EngineCore, simulator: KVSimulator) -> None:
         self._core = core
         self._simulator = simulator
         self.submit, self.abort = core.submit, core.abort
+        self.low_latency = NoKernels()
 
     @property
     def has_work(self) -> bool:

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from lowlat.server.admin import LowLatencySwitch
-from lowlat.server.answers import Cancelled, ChatCompletion, Completion, Model, ModelList
+from lowlat.server.answers import Cancelled, ChatChunk, ChatCompletion, Completion, Model, ModelList
 from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
 from lowlat.server.info import Info
@@ -49,7 +49,7 @@ _REFUSALS = {
 def describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI description of all routes."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    forms = [*_BODIES.values(), *_ANSWERS.values(), ErrorBody]
+    forms = [*_BODIES.values(), *_ANSWERS.values(), ChatChunk, ErrorBody]
     references, components = msgspec.json.schema_components(forms, ref_template="#/components/schemas/{name}")
     reference = dict(zip(forms, references, strict=True))
     document.setdefault("components", {}).setdefault("schemas", {}).update(components)
@@ -70,7 +70,8 @@ def _complete(operation: dict[str, Any], reference: dict[type, dict[str, Any]]) 
     if name in _ANSWERS:
         responses["200"]["content"] = _json(reference[_ANSWERS[name]])
         if name in ("create_completion", "create_chat_completion"):
-            responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            chunk = reference[Completion if name == "create_completion" else ChatChunk]
+            responses["200"]["content"]["text/event-stream"] = {"schema": _event(chunk, reference[ErrorBody])}
     if name in ("health", "ready"):
         responses["503"] = {"description": "Not now", "content": _json(reference[HealthReply])}
         responses["400"] = {"description": "Refused", "content": _json(reference[ErrorBody])}
@@ -79,6 +80,17 @@ def _complete(operation: dict[str, Any], reference: dict[type, dict[str, Any]]) 
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     for status in _REFUSALS.get(name, ()):
         responses[str(status)] = {"description": "Refused", "content": _json(reference[ErrorBody])}
+
+
+def _event(*contents: dict[str, Any]) -> dict[str, Any]:
+    """A server-sent event. Before OpenAPI 3.2, the schema of such a stream describes each event."""
+    json = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": list(contents)}}
+    return {
+        "type": "object",
+        "description": "One event of the stream: a chunk, an error (which ends it), or [DONE] as the last.",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, json]}},
+        "required": ["data"],
+    }
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,28 @@
+"""`lowlat serve` over the simulated engine: a quick server for tools that want a process. Prints its address."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("server", "engine")]
+
+from faults_kit import PROGRAM  # noqa: E402
+from server_kit import byte_text_model  # noqa: E402
+
+from lowlat.engine.client import EngineClient  # noqa: E402
+from lowlat.engine.config import EngineConfig  # noqa: E402
+from lowlat.server.run import serve  # noqa: E402
+from lowlat.server.settings import ServerSettings  # noqa: E402
+
+if __name__ == "__main__":
+    config = EngineConfig(model="fake-model")
+    sys.exit(
+        serve(
+            config,
+            ServerSettings(port=0, log_format="json"),
+            engine=EngineClient(config, program=PROGRAM),
+            load_text=byte_text_model,
+            on_ready=lambda ready, address: print(address, flush=True),
+        )
+    )
