@@ -17,12 +17,12 @@ struct __align__(16) Shared {
   float part[2][PART_FLOATS];         // [warp][tile][row][output]; attention merges heads here too
   float square[2][WARPS][MAX_ROWS];   // partial sums of squares
   float merge[2][WARPS][8][2];        // attention: maximum and sum of each warp and head
-  Control control;
-  volatile int progress;              // layers whose gate and up projection has begun
-  unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
-  unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
+  alignas(16) Control control;
+  alignas(16) unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
+  alignas(16) unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
   unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs
   u64 full[WARPS * RING_PAGES], unit_full[WARPS][UNITS], unit_empty[WARPS][UNITS];
+  volatile int progress;  // layers whose gate and up projection has begun
 };
 constexpr int RING_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
 // Keys, then values, of 8 tokens; the strides keep the reads free of bank conflicts.
