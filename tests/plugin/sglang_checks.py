@@ -85,6 +85,10 @@ def settings(**changes):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
+    fake_device(monkeypatch)
+
+
+def fake_device(monkeypatch):
     """An SM90 with 132 multiprocessors, one rank, graphs on; and empty registries."""
     props = SimpleNamespace(
         major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448, gcnArchName="gfx950:xnack-"
@@ -514,7 +518,6 @@ def test_two_gloo_ranks_agree_or_both_refuse(architecture, said, tmp_path):
 
 
 if __name__ == "__main__":
-    patch = pytest.MonkeyPatch()
-    device.__wrapped__(patch) if hasattr(device, "__wrapped__") else device._get_wrapped_function()(patch)
+    fake_device(pytest.MonkeyPatch())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank_main(int(sys.argv[3]), sys.argv[1], sys.argv[2])

@@ -15,8 +15,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from lowlat_plugin import guard
 from lowlat_plugin.hosts.sglang_facts import FEATURES, config_facts
 from lowlat_plugin.hosts.sglang_model import build_kernel, model_reasons, observe
@@ -205,5 +203,5 @@ def _built(candidate: Candidate, model: Any, hf_config: Any, context: Any) -> An
 
     kernel, plan, facts = build_kernel(candidate, model, hf_config, context)
     steps = MegakernelSteps if candidate.spec.vendor == "nvidia" else MonokernelSteps
-    log.info("%s: %s", candidate.key, msgspec.json.encode(plan.notes).decode())
+    log.info("%s covers %s", candidate.key, ", ".join(map(str, sorted(plan.shapes))))
     return steps(candidate, kernel, plan, facts, model)
