@@ -37,6 +37,8 @@ class Shape(msgspec.Struct, kw_only=True):
     run_ahead: int = 1
     max_context: int = 128
     step_s: float = 0.0
+    width: int = 1
+    """Rows of a request in a decode step: above 1, some guesses are right and some are wrong."""
 
 
 class Device:
@@ -120,6 +122,7 @@ def main() -> None:
         chunk_tokens=shape.chunk_tokens,
         run_ahead=shape.run_ahead,
         max_context=shape.max_context,
+        width=shape.width,
     )
     core.executor = Device(simulator, shape.step_s)
     events.send(

@@ -18,10 +18,10 @@ def live():
         yield server
 
 
-@pytest.fixture(scope="module")
-def simulated():
-    """The engine's own scheduler and cache, over a device without arithmetic."""
-    with simulated_server({"page_size": 32, "chunk_tokens": 16, "pages": 40}) as server:
+@pytest.fixture(scope="module", params=[1, 4], ids=["plain", "guesses"])
+def simulated(request):
+    """The engine's own scheduler and cache, over a device without arithmetic; with and without speculative steps."""
+    with simulated_server({"page_size": 32, "chunk_tokens": 16, "pages": 40, "width": request.param}) as server:
         yield server
 
 
@@ -101,6 +101,28 @@ def test_a08_nothing_ends_an_answer_before_min_tokens(live):
     assert answer["choices"][0]["text"] == "\n" * 20
     refused = live.post("/v1/completions", **body | {"max_tokens": 19})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
+
+
+def test_a10_every_token_has_its_log_probability(simulated):
+    prompt = [71, 72, 73]
+    expected = solo(prompt, 40, ignore_eos=True)
+    body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+    choice = simulated.complete(**body)["choices"][0]
+    assert choice["token_ids"] == expected
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == pytest.approx([-0.01 * token for token in expected])
+    assert {len(values) for values in logprobs.values()} == {40}
+    assert streamed(simulated.events("/v1/completions", **body))[0]["logprobs"] == logprobs
+    # A stop string that ends inside a burst: everything ends at its last token.
+    for place in range(3, 30):
+        stop = bytes(expected[place : place + 2]).decode()
+        first = bytes(expected).decode().index(stop)
+        ended = simulated.complete(**body, stop=stop)
+        choice = ended["choices"][0]
+        assert choice["token_ids"] == expected[: first + 2]
+        assert choice["text"] == bytes(expected[:first]).decode()
+        assert len(choice["logprobs"]["tokens"]) == ended["usage"]["completion_tokens"] == first + 2
+    assert at_rest(simulated)
 
 
 @pytest.mark.parametrize("burst", [1, 3, 5])

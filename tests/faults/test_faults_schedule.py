@@ -17,10 +17,10 @@ from kv_simulator import drain, make_core, make_request, solo_answer
 CONTEXT = 128
 
 
-@pytest.fixture(scope="module")
-def live():
-    """Small chunks and a pool that is too small for all that runs at once."""
-    shape = {"max_context": CONTEXT, "chunk_tokens": 8, "pages": 90, "step_s": 0.001}
+@pytest.fixture(scope="module", params=[1, 4], ids=["plain", "guesses"])
+def live(request):
+    """Small chunks and a pool that is too small for all that runs at once; with and without speculative steps."""
+    shape = {"max_context": CONTEXT, "chunk_tokens": 8, "pages": 90, "step_s": 0.001, "width": request.param}
     with simulated_server(shape) as server:
         yield server
 
@@ -71,6 +71,9 @@ def test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone(live):
             answer = http.post("/v1/completions", json=body | {"request_id": request_id}).json()
         return answer["choices"][0]["finish_reason"], answer["choices"][0]["token_ids"]
 
+    def caught(name, future):
+        return name in live.state.live or future.done()
+
     aborted = 0
     for turn in range(4):
         # The shared part differs from turn to turn, so that cancels hit prefills too.
@@ -79,7 +82,7 @@ def test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone(live):
             running = [pool.submit(run, prompt, f"r{n}") for n, prompt in enumerate(prompts)]
             retries = []
             for n in (0, 1):
-                wait_for(functools.partial(live.state.live.get, f"r{n}"))
+                wait_for(functools.partial(caught, f"r{n}", running[n]))
                 time.sleep(0.003 * turn)
                 live.http.delete(f"/v1/requests/r{n}")
                 retries.append(pool.submit(run, prompts[n]))
@@ -96,9 +99,10 @@ def test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone(live):
     assert at_rest(live)
 
 
-def test_a45_priorities_preempt_and_everybody_ends_right():
+@pytest.mark.parametrize("width", [1, 3])
+def test_a45_priorities_preempt_and_everybody_ends_right(width):
     """Fifteen run at priority 0 in a pool that is too small for them; then several come at priority 10."""
-    core, device = make_core(pages=40, page_size=4, max_batch=15, chunk_tokens=16, max_context=64)
+    core, device = make_core(pages=40, page_size=4, max_batch=15, chunk_tokens=16, max_context=64, width=width)
     low = [make_request(f"low{n}", [n, 1, 2, 3], 20 + n, ignore_eos=True) for n in range(15)]
     high = [make_request(f"high{n}", [n, 9, 9], 4 + 5 * n, priority=10, ignore_eos=True) for n in range(5)]
     answers: dict[str, list[int]] = {}
@@ -190,16 +194,19 @@ def test_a58_gauges_and_counters_agree_after_all_clients_left(live):
     assert live.complete(prompt=[70, 71], max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
-def test_a43_an_abort_at_every_moment_frees_once(run_ahead):
+def test_a43_an_abort_at_every_moment_frees_once(run_ahead, width):
     """Abort after k turns, admit another request at once, follow up: pages, slots and answers are right for each k."""
     for moment in range(9):
-        core, device = make_core(max_batch=2, page_size=1, pages=40, chunk_tokens=4, run_ahead=run_ahead)
+        core, device = make_core(max_batch=2, page_size=1, pages=40, chunk_tokens=4, run_ahead=run_ahead, width=width)
         first = make_request("first", [11, 12, 13, 14, 15, 16], 6, ignore_eos=True)
         core.submit(first)
         core.submit(make_request("beside", [21, 22], 8, ignore_eos=True))
         early = [output for _ in range(moment) for output in core.turn()]
         core.abort("first")
+        core.scheduler.check()
+        device.check()
         core.submit(make_request("next", [31, 32, 33], 5, ignore_eos=True))
         answers = drain(core, device)
         assert answers["next"] == solo([31, 32, 33], 5, ignore_eos=True)
