@@ -183,7 +183,7 @@ def test_regions_writes_trace_and_picture(tmp_path, monkeypatch):
         16,
         "--instances",
         4,
-        "--trace",
+        "--perfetto",
         trace,
         "--timeline",
         picture,

@@ -149,6 +149,16 @@ def test_stamp_of_this_checkout(monkeypatch):
     assert machine.gpus == 0
 
 
+def test_the_command_is_what_was_measured_not_where_it_was_written(monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["/opt/bin/lowlat", "bench", "step", "--results", "/x y", "--output", "1", "--plots=p"]
+    )
+    assert stamp.command_line() == "lowlat bench step --output 1"
+    script = stamp.repository_root() / "benchmarks" / "host_cost.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--name", "a b"])
+    assert stamp.command_line() == "python benchmarks/host_cost.py --name 'a b'"
+
+
 def test_source_hash_sees_contents_and_paths(tmp_path):
     (tmp_path / "packages").mkdir()
     (tmp_path / "benchmarks").mkdir()

@@ -156,7 +156,9 @@ def bars(tracks: dict[str, list[tuple[str, float, float, int]]], path: pathlib.P
             for depth in range(depths[track]):
                 pieces = [(start, length) for n, start, length, d in spans if n == name and d == depth]
                 if pieces:
-                    axes.broken_barh(pieces, (top + depth + 0.05, 0.9), facecolors=colours[name], edgecolors="none")
+                    axes.broken_barh(
+                        pieces, (top + depth + 0.05, 0.9), facecolors=colours[name], edgecolors="white", lw=0.3
+                    )
         top += depths[track] + 1
     axes.set_yticks([at for at, _ in ticks], [track for _, track in ticks])
     axes.invert_yaxis()

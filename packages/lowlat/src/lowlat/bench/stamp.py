@@ -147,6 +147,21 @@ def this_machine(gpus: int | None = None) -> Machine:
     )
 
 
+OUTPUT_OPTIONS = frozenset({"--results", "--perfetto", "--timeline", "--plots"})
+"""Options that say where output goes: no part of what was measured."""
+
+
+def _measured_options(arguments: list[str]) -> list[str]:
+    """`arguments` without those that only say where output goes."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if not skip and argument.partition("=")[0] not in OUTPUT_OPTIONS:
+            kept.append(argument)
+        skip = not skip and argument in OUTPUT_OPTIONS
+    return kept
+
+
 def command_line() -> str:
     """The command that started this process, as one would type it: `lowlat ...` or `python script ...`."""
     program = pathlib.Path(sys.argv[0])
@@ -157,7 +172,7 @@ def command_line() -> str:
         path = program.resolve()
         shown = path.relative_to(root) if root is not None and path.is_relative_to(root) else pathlib.Path(path.name)
         first = ["python", str(shown)]
-    return shlex.join([*first, *sys.argv[1:]])
+    return shlex.join([*first, *_measured_options(sys.argv[1:])])
 
 
 def main() -> None:

@@ -97,12 +97,13 @@ def ab(
         on = ("--low-latency", "require", "--kernels", kernels) if kernels else ("--low-latency", "auto")
         shared = ("--model", model, *shlex.split(serve_args))
         sides = measure.Sides(shared=shared, on=on, on_arm=name, one_at_a_time=one_at_a_time)
+        subject = "requests" if preset == "8k1k" and (input_tokens, output_tokens) != (8192, 1024) else preset
         outcome = measure.run_ab(sides, loads, rounds=rounds, say=say)
         end_progress()
         measure.check_covered(outcome, least_covered)
         print(f"kernels computed {outcome.covered.share:.1%} of the low-latency server's steps", file=sys.stderr)
         result = new_result(
-            slug("ab", preset, pathlib.Path(model).name), simulated=Simulated(weights=simulated, acceptance=acceptance)
+            slug("ab", subject, pathlib.Path(model).name), simulated=Simulated(weights=simulated, acceptance=acceptance)
         )
         result.rows = measure.ab_rows(outcome, sides, loads)
         finish(result, as_json=as_json, save_it=save, folder=results)

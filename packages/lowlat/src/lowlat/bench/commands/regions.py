@@ -14,7 +14,7 @@ from lowlat.bench.results import Simulated, new_result, slug
 EPILOG = """
 Examples:
 
-  lowlat bench regions --model smollm2 --threads 1 --trace smollm2.perfetto.json --timeline smollm2.png
+  lowlat bench regions --model smollm2 --threads 1 --perfetto smollm2.perfetto.json --timeline smollm2.png
 
   lowlat bench regions --model llama-1b --device cuda --arms torch-eager-graph
 
@@ -36,7 +36,7 @@ def regions(
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default: torch's own choice.")] = None,
     instances: Annotated[int, typer.Option("--instances", min=3, help="Least instances of every region.")] = 780,
-    trace: Annotated[pathlib.Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")] = None,
+    perfetto: Annotated[pathlib.Path | None, typer.Option("--perfetto", help="Write a Perfetto trace here.")] = None,
     timeline: Annotated[
         pathlib.Path | None, typer.Option("--timeline", help="Write a picture here (PNG and SVG).")
     ] = None,
@@ -80,9 +80,9 @@ def regions(
             measured.append(times)
             result.rows += measure.region_rows(times, case, arm.note)
         finish(result, as_json=as_json, save_it=save, folder=results)
-        if trace is not None:
-            trace.write_text(measure.perfetto(measured))
-            print(f"wrote {trace}: open it at ui.perfetto.dev", file=sys.stderr)
+        if perfetto is not None:
+            perfetto.write_text(measure.perfetto(measured))
+            print(f"wrote {perfetto}: open it at ui.perfetto.dev", file=sys.stderr)
         if timeline is not None:
             for path in measure.timeline(measured, timeline):
                 print(f"wrote {path}", file=sys.stderr)
