@@ -145,13 +145,13 @@ def result_section(result: Result, metrics: Iterable[str] | None = None) -> str:
 
 
 def newest(results: Iterable[tuple[pathlib.Path, Result]]) -> list[Result]:
-    """The newest result of each name and machine, sorted by both."""
+    """The newest result of each name and machine: GPU runs first, then by name and machine."""
     found: dict[tuple[str, str, int], Result] = {}
     for _, result in results:
         key = (result.name, result.machine.gpu or result.machine.cpu, result.machine.gpus)
         if key not in found or found[key].date <= result.date:
             found[key] = result
-    return [found[key] for key in sorted(found)]
+    return [found[key] for key in sorted(found, key=lambda key: (key[2] == 0, key))]
 
 
 def full_report(results: Iterable[tuple[pathlib.Path, Result]]) -> str:
