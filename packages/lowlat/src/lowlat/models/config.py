@@ -49,6 +49,8 @@ def read_config(config: dict[str, Any], *, rope_theta: float = 10000.0) -> Decod
     architectures = config.get("architectures") or ["(none)"]
     # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
     rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedModelError(f"config.json: rope_parameters must be an object, not {rope!r}")
     window_theta = config.get("rope_local_base_freq")
     if "full_attention" in rope or "sliding_attention" in rope:
         window_theta = _unscaled_theta(rope.get("sliding_attention") or {}, window_theta)
@@ -114,6 +116,8 @@ def _windows(config: dict[str, Any]) -> tuple[int, ...]:
     if window is None or config.get("use_sliding_window") is False:
         return (0,) * layers
     kinds = config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise UnsupportedModelError(f"config.json: layer_types must be a list of names, not {kinds!r}")
     if kinds is None:
         return tuple(window if index >= config.get("max_window_layers", 0) else 0 for index in range(layers))
     if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
