@@ -154,7 +154,7 @@ class GeneralRegionArm:
         if hasattr(family, "paged_attention"):
             wrap(family, "paged_attention", "attention")
         wrap(model, "head", "head")
-        wrap(runner_module, "sample", "sample")
+        wrap(runner_module, "sample_bursts", "sample")
 
     def _rewind_if_needed(self) -> None:
         """Keep the context within what its pages hold."""

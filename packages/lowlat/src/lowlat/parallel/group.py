@@ -47,20 +47,33 @@ class SingleRank:
 class TorchGroup:
     """A group over torch.distributed's default process group."""
 
-    def __init__(self, shard: Shard, rendezvous_file: str, *, backend: str = "gloo", timeout_s: float = 60.0) -> None:
-        """Join the group; returns when all ranks have. Raises `RuntimeError` after `timeout_s` seconds."""
+    def __init__(
+        self,
+        shard: Shard,
+        rendezvous_file: str,
+        *,
+        backend: str = "gloo",
+        timeout_s: float = 60.0,
+        join_timeout_s: float = 180.0,
+    ) -> None:
+        """Join the group; returns when all ranks have.
+
+        Raises `RuntimeError` when a rank is missing after `join_timeout_s` seconds (a rank's process imports PyTorch
+        first), and from exchanges that take longer than `timeout_s`.
+        """
         self.shard = shard
+        self._timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             backend,
             init_method=f"file://{rendezvous_file}",
             rank=shard.rank,
             world_size=shard.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=join_timeout_s),
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place."""
-        dist.all_reduce(x)
+        self._wait(dist.all_reduce(x, async_op=True))
         return x
 
     def gather_columns(self, x_RC: torch.Tensor, total: int) -> torch.Tensor:
@@ -70,13 +83,17 @@ class TorchGroup:
         widest = max(widths)
         padded = torch.nn.functional.pad(x_RC, (0, widest - x_RC.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(parts, padded)
+        self._wait(dist.all_gather(parts, padded, async_op=True))
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Give every rank rank 0's `x`, in place."""
-        dist.broadcast(x, src=0)
+        self._wait(dist.broadcast(x, src=0, async_op=True))
         return x
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait(self._timeout)
 
     def close(self) -> None:
         """Leave the group."""
