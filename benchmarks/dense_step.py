@@ -21,6 +21,7 @@ from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import reference
 from lowlat_nvidia.dense.cases import copy_pools, make_case
 from lowlat_nvidia.dense.pack import DenseWeights
+from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 from lowlat_nvidia.dense.step import DenseStep, StepTensors
 
 CEILING = 4.54e12
@@ -125,7 +126,7 @@ def main() -> None:
         shape = plans.PRESETS[name]
         weights = reference.random_weights(shape, 1, "cuda")
         contexts = [int(c) for c in args.contexts.split(",")]
-        rotary = reference.rotary_table(max(contexts) + 64, shape.head_dim, 5e5, "cuda")
+        rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), max(contexts) + 64, "cuda")
         base: DenseStep | None = None
         for ring, units, copies, probe, idle, paced in itertools.product(
             args.rings.split(","),

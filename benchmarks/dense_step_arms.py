@@ -32,6 +32,7 @@ from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import reference
 from lowlat_nvidia.dense.cases import make_case
 from lowlat_nvidia.dense.pack import DenseWeights
+from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 from lowlat_nvidia.dense.step import DenseStep
 from lowlat_nvidia.jit import Function, compile_cubin
 
@@ -184,7 +185,11 @@ def main() -> None:
     for name in args.models.split(","):
         shape = plans.PRESETS[name]
         weights = reference.random_weights(shape, 1, "cuda")
-        built = DenseStep(plans.DensePlan(shape), weights, reference.rotary_table(131_100, shape.head_dim, 5e5, "cuda"))
+        built = DenseStep(
+            plans.DensePlan(shape),
+            weights,
+            rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 131_100, "cuda"),
+        )
         for positions in ([[1023]], [[31], [900, 901]]):
             error, _ = check_case(built, weights, positions, 16, 5)
             print(f"{name} {positions}: relative error {error:.2e}", flush=True)

@@ -10,7 +10,8 @@ import torch
 
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense.cases import copy_pools, make_case
-from lowlat_nvidia.dense.reference import random_weights, reference_step, rotary_table
+from lowlat_nvidia.dense.reference import random_weights, reference_step
+from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 from lowlat_nvidia.dense.step import THREADS, DenseStep, StepDeadlineError, StepTensors
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -39,7 +40,9 @@ BOUND = 1.2e-2
 def built(request: pytest.FixtureRequest) -> Iterator[tuple[DenseStep, object]]:
     shape = SHAPES[request.param]
     weights = random_weights(shape, 11, "cuda")
-    step = DenseStep(plans.DensePlan(shape), weights, rotary_table(9000, shape.head_dim, 5e5, "cuda"))
+    step = DenseStep(
+        plans.DensePlan(shape), weights, rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 9000, "cuda")
+    )
     yield step, weights
     step.function.close()
 

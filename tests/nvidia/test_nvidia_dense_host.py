@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from lowlat_nvidia import jit
 from lowlat_nvidia.dense import pack as packing
 from lowlat_nvidia.dense import plan as plans
-from lowlat_nvidia.dense.reference import random_weights, rotary_table
+from lowlat_nvidia.dense.reference import random_weights
+from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 
 SMALL = plans.DenseShape(1, 1024, 16, 8, 128, 1024, 1100, True)
 
@@ -102,7 +103,7 @@ def test_the_stream_is_all_matrices_in_order() -> None:
 
 
 def test_rotary_table_is_a_rotation() -> None:
-    table = rotary_table(50, 64, 1e4, "cpu")
+    table = rotary_table(frequencies({}, 64), 50, "cpu")
     assert table.shape == (50, 2, 32)
     assert torch.allclose(table.square().sum(1), torch.ones(50, 32), atol=1e-6)
     assert torch.equal(table[0, 0], torch.ones(32))

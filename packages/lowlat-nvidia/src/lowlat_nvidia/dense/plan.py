@@ -200,6 +200,13 @@ class DensePlan:
         layer = (qkv + 2 * s.inter // BLOCKS // 8) * k_hidden + s.hidden // BLOCKS // 8 * (k_qdim + k_inter)
         return (s.layers * layer + s.lm_tiles * k_hidden) // self.page_fragments
 
+    def memory_bytes(self, positions: int) -> int:
+        """Device memory of a built step beside the embedding, which stays the model's; norms are left out."""
+        s = self.shape
+        stream = self.stream_pages() * BLOCKS * WARPS * self.page_bytes
+        small = 4 * 16 + 8 * 2 * MAX_ROWS + 16 * s.layers + 8 * BLOCKS * (s.layers + 1) * max(1, self.stamps)
+        return stream + 4 * self.exchange_words() + 4 * MAX_ROWS * s.vocab + 4 * positions * s.head_dim + small
+
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
         s = self.shape

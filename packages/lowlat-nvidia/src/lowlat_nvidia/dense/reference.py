@@ -13,13 +13,6 @@ from lowlat_nvidia.dense.plan import DenseShape
 from lowlat_nvidia.dense.step import StepTensors
 
 
-def rotary_table(positions: int, head_dim: int, theta: float, device: str) -> Tensor:
-    """[positions, 2, head_dim / 2] float32: cosine and sine of position times frequency, without scaling."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
-    angle = torch.arange(positions, device=device, dtype=torch.float64)[:, None] * frequency
-    return torch.stack([angle.cos(), angle.sin()], 1).float()
-
-
 def random_weights(shape: DenseShape, seed: int, device: str) -> DenseWeights:
     """Weights with unit gain in every projection, norms near one."""
     generator = torch.Generator(device=device).manual_seed(seed)

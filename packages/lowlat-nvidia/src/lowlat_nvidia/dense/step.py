@@ -6,6 +6,7 @@ Suffixes: R rows, V vocabulary, Q requests, P pages a request, S slots, H KV hea
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,7 @@ class StepTensors:
 
     tokens_R, positions_R int64; row_request_R int32: the page table of each row; row_first_R int32: the first row of
     the same request (rows of a request are neighbours with consecutive positions); page_table_QP int32.
+    addresses_L2 int64 replaces the bound pools' addresses, logits_RV (contiguous) where the logits go.
     """
 
     tokens_R: Tensor
@@ -58,30 +60,41 @@ class StepTensors:
     row_request_R: Tensor
     row_first_R: Tensor
     page_table_QP: Tensor
+    addresses_L2: Tensor | None = None
+    logits_RV: Tensor | None = None
 
 
 class DenseStep:
     """Weights packed, kernel loaded. `bind` names the KV pools, `run` computes a step of 1 to 8 rows."""
 
-    def __init__(self, plan: DensePlan, weights: DenseWeights, rotary: Tensor, device: str = "cuda") -> None:
-        """`rotary` is [positions, 2, head_dim / 2] float32: cosine, sine."""
+    def __init__(
+        self,
+        plan: DensePlan,
+        weights: DenseWeights,
+        rotary: Tensor,
+        device: str = "cuda",
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+    ) -> None:
+        """`rotary` is [positions, 2, head_dim / 2] float32: cosine, sine. `allocate` gives device memory of a shape."""
+        empty = allocate or (lambda size, dtype: torch.empty(size, dtype=dtype, device=device))
         shape = plan.shape
         self.plan = plan
         cubin, self.log = compile_cubin("dense_step.cu", plan.definitions())
         self.function = Function(cubin, "dense_step", plan.shared_bytes())
         width = BLOCKS * WARPS * plan.page_bytes // 2
-        self.stream_PE = torch.empty((plan.stream_pages(), width), dtype=torch.bfloat16, device=device)
+        self.stream_PE = empty((plan.stream_pages(), width), torch.bfloat16)
         pack(plan, weights, self.stream_PE)
         self.embedding = weights.embedding.contiguous()
         self.norms = pack_norms(weights)
         self.head_norms = pack_head_norms(shape, weights)
         self.rotary = rotary.contiguous()
-        self.exchange = torch.empty(plan.exchange_words(), dtype=torch.int32, device=device)
-        self.state = torch.empty(16, dtype=torch.int32, device=device)
-        self.best = torch.empty(MAX_ROWS, dtype=torch.int64, device=device)
-        self.logits_RV = torch.empty((MAX_ROWS, shape.vocab), dtype=torch.float32, device=device)
-        self.next_token_R = torch.empty(MAX_ROWS, dtype=torch.int64, device=device)
-        self.stamps = torch.zeros((BLOCKS, shape.layers + 1, max(1, plan.stamps)), dtype=torch.int64, device=device)
+        self.exchange = empty((plan.exchange_words(),), torch.int32)
+        self.state = empty((16,), torch.int32)
+        self.best = empty((MAX_ROWS,), torch.int64)
+        self.logits_RV = empty((MAX_ROWS, shape.vocab), torch.float32)
+        self.next_token_R = empty((MAX_ROWS,), torch.int64)
+        self.addresses_L2 = empty((shape.layers, 2), torch.int64)
+        self.stamps = empty((BLOCKS, shape.layers + 1, max(1, plan.stamps)), torch.int64)
         self.spin_limit = DEFAULT_SPIN_LIMIT
         self._pools: list[tuple[Tensor, Tensor]] = []
         self.reset()
@@ -103,9 +116,7 @@ class DenseStep:
         if page_size < 1 or page_size & (page_size - 1):
             raise ValueError(f"page size {page_size} is not a power of two")
         self._pools = pools
-        self._addresses = torch.tensor(
-            [[k.data_ptr(), v.data_ptr()] for k, v in pools], dtype=torch.int64, device=first.device
-        )
+        self.addresses_L2.copy_(torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in pools], dtype=torch.int64))
         self._slot_stride, self._head_stride = first.stride(0), first.stride(1)
         self._page_shift = page_size.bit_length() - 1
 
@@ -113,10 +124,12 @@ class DenseStep:
         rows = len(step.tokens_R)
         if not 1 <= rows <= MAX_ROWS:
             raise ValueError(f"{rows} rows; a step has 1 to {MAX_ROWS}")
+        addresses = self.addresses_L2 if step.addresses_L2 is None else step.addresses_L2
+        logits = self.logits_RV if step.logits_RV is None else step.logits_RV
         tensors = (
-            self.stream_PE, self.embedding, self.norms, self.head_norms, self.rotary, self._addresses, step.tokens_R,
+            self.stream_PE, self.embedding, self.norms, self.head_norms, self.rotary, addresses, step.tokens_R,
             step.positions_R, step.row_request_R, step.row_first_R, step.page_table_QP, self.exchange, self.state,
-            self.logits_RV, self.best, self.next_token_R, self.stamps,
+            logits, self.best, self.next_token_R, self.stamps,
         )  # fmt: skip
         eps = self.plan.shape.eps
         return _Params(
@@ -128,7 +141,7 @@ class DenseStep:
         """Launches one step; returns logits [R, V] float32, overwritten by the next. Greedy tokens: `next_token_R`."""
         parameters = self.parameters(step)
         self.function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
-        return self.logits_RV[: len(step.tokens_R)]
+        return self.logits_RV[: len(step.tokens_R)] if step.logits_RV is None else step.logits_RV
 
     def check(self) -> None:
         """Waits for the step. Raises StepDeadlineError naming the block and stage that gave up."""

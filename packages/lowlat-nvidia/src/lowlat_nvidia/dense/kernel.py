@@ -1,0 +1,129 @@
+"""The dense step behind the contract: checks the model, packs its weights, translates steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense.pack import DenseWeights, LayerWeights
+from lowlat_nvidia.dense.rotary import frequencies, rotary_table
+from lowlat_nvidia.dense.step import DenseStep
+from lowlat_nvidia.dense.translate import translate
+from lowlat_plugin import (
+    Binding,
+    BuildContext,
+    Code,
+    Kernel,
+    KernelSpec,
+    KVLayout,
+    Mode,
+    Plan,
+    Reason,
+    Shape,
+    StepInputs,
+    decode_shapes,
+)
+
+SCRATCH_LIMIT = 64 << 20
+
+
+class DenseKernel(Kernel):
+    """Decode and verify steps of Llama and Qwen3 in one persistent launch."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        super().__init__(spec)
+        self._step: DenseStep | None = None
+
+    def model_reasons(self, context: BuildContext) -> Iterable[Reason]:
+        try:
+            plans.DensePlan(plans.shape_from_config(context.config)).definitions()
+            frequencies(context.config, 64)
+        except (plans.UnsupportedShapeError, KeyError) as error:
+            return [Reason(Code.LIBRARY, "configuration", str(error), "a shape that the dense step computes")]
+        layout = context.layout
+        if layout.slot_stride % 8 or layout.head_stride % 8:
+            strides = f"strides {layout.slot_stride} and {layout.head_stride}"
+            return [Reason(Code.KV_LAYOUT, "layout", strides, "multiples of 8 elements")]
+        if scratch_elements(layout) * 2 > SCRATCH_LIMIT:
+            found = f"heads {layout.head_stride} elements apart"
+            return [Reason(Code.KV_LAYOUT, "layout", found, "the heads of a slot near one another")]
+        return []
+
+    def probe(self, context: BuildContext) -> Plan:
+        shapes = decode_shapes(context.limits_widths)
+        if context.tokens_per_request > 1:
+            shapes |= {Shape(Mode.VERIFY, count, rows) for rows in context.limits_widths for count in range(1, rows)}
+        plan = plans.DensePlan(plans.shape_from_config(context.config))
+        return Plan(
+            shapes, workspace_bytes=plan.memory_bytes(_positions(context)) + 2 * scratch_elements(context.layout)
+        )
+
+    def build(self, context: BuildContext) -> None:
+        shape = plans.shape_from_config(context.config)
+        frequency = frequencies(context.config, shape.head_dim)
+        rotary = context.workspace.empty((_positions(context), 2, shape.head_dim // 2), torch.float32)
+        rotary.copy_(rotary_table(frequency, len(rotary), context.device))
+        weights = read_weights(shape, context)
+        self._scratch = context.workspace.empty((scratch_elements(context.layout),), torch.bfloat16)
+        self._step = DenseStep(plans.DensePlan(shape), weights, rotary, context.device, context.workspace.empty)
+        self._scratch_L2 = torch.full_like(self._step.addresses_L2, self._scratch.data_ptr())
+
+    def bind(self, binding: Binding) -> None:
+        assert self._step is not None, "bind follows build"
+        self._step.bind([(layer.k_SHD, layer.v_SHD) for layer in binding.layers], binding.layout.page_size)
+
+    def forward(self, step: StepInputs) -> Tensor:
+        assert self._step is not None, "forward follows build"
+        inputs = translate(step, self._step.addresses_L2, self._scratch_L2)
+        if inputs.logits_RV is not None and not inputs.logits_RV.is_contiguous():
+            inputs.logits_RV = None
+            step.logits_RV.copy_(self._step.run(inputs))  # type: ignore[union-attr]
+            return step.logits_RV  # type: ignore[return-value]
+        return self._step.run(inputs)
+
+    def close(self) -> None:
+        if self._step is not None:
+            self._step.function.close()
+            self._step = None
+
+
+def scratch_elements(layout: KVLayout) -> int:
+    """From the first to the last element of one slot."""
+    return (layout.kv_heads - 1) * layout.head_stride + layout.head_dim
+
+
+def _positions(context: BuildContext) -> int:
+    return int(context.config["max_position_embeddings"])
+
+
+def read_weights(shape: plans.DenseShape, context: BuildContext) -> DenseWeights:
+    """The loaded model's tensors, by the names of Hugging Face files, bfloat16 on the step's device."""
+
+    def get(name: str) -> Tensor:
+        return context.weights.get(name + ".weight").detach().to(context.device, torch.bfloat16)
+
+    layers = []
+    for index in range(shape.layers):
+        block = f"model.layers.{index}."
+        attention, mlp = block + "self_attn.", block + "mlp."
+        layers.append(
+            LayerWeights(
+                q=get(attention + "q_proj"),
+                k=get(attention + "k_proj"),
+                v=get(attention + "v_proj"),
+                o=get(attention + "o_proj"),
+                gate=get(mlp + "gate_proj"),
+                up=get(mlp + "up_proj"),
+                down=get(mlp + "down_proj"),
+                norm1=get(block + "input_layernorm"),
+                norm2=get(block + "post_attention_layernorm"),
+                q_norm=get(attention + "q_norm") if shape.qk_norm else None,
+                k_norm=get(attention + "k_norm") if shape.qk_norm else None,
+            )
+        )
+    embedding = get("model.embed_tokens")
+    head = embedding if context.config.get("tie_word_embeddings") else get("lm_head")
+    return DenseWeights(embedding, head, get("model.norm"), layers)

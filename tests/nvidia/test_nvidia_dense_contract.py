@@ -1,0 +1,181 @@
+"""The dense step behind the contract. Here the launch is replaced by the float32 reference, on the CPU.
+
+What is tested is everything around it. The launch itself is tested in `test_nvidia_dense_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import msgspec
+import pytest
+import torch
+
+from lowlat_nvidia.dense import kernel as kernel_module
+from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense.example import CONFIG, small_qwen3
+from lowlat_nvidia.dense.kernel import DenseKernel, read_weights, scratch_elements
+from lowlat_nvidia.dense.reference import reference_step
+from lowlat_nvidia.dense.rotary import frequencies
+from lowlat_nvidia.dense.step import StepTensors
+from lowlat_nvidia.dense.translate import translate
+from lowlat_nvidia.specs import DENSE
+from lowlat_plugin import KVLayout, Mode, StepInputs
+from lowlat_plugin.conformance import Case, ReferenceHost, run_checks
+from lowlat_plugin.registry import Candidate
+
+
+class StandIn:
+    """Computes what the kernel is to compute, from what the kernel would be given."""
+
+    launches = 0
+
+    def __init__(self, plan, weights, rotary, device, allocate) -> None:  # type: ignore[no-untyped-def]
+        self.plan, self.weights, self.rotary = plan, weights, rotary
+        self.addresses_L2 = allocate((plan.shape.layers, 2), torch.int64)
+        self.taken = allocate((plan.stream_pages(), 1), torch.uint8)
+        self.function = self
+
+    def close(self) -> None:
+        pass
+
+    def bind(self, pools, page_size: int) -> None:  # type: ignore[no-untyped-def]
+        self.pools, self.page_size = pools, page_size
+        self.addresses_L2.copy_(torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in pools]))
+
+    def run(self, step: StepTensors) -> torch.Tensor:
+        StandIn.launches += 1
+        pools = self.pools
+        if not torch.equal(step.addresses_L2, self.addresses_L2):  # a step of padding alone
+            assert not step.positions_R.any()
+            assert not step.page_table_QP.any()
+            pools = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pools]
+        for row in range(len(step.tokens_R)):
+            first = int(step.row_first_R[row])
+            assert step.row_request_R[first] == step.row_request_R[row]
+        logits = reference_step(self.plan.shape, self.weights, self.rotary, pools, self.page_size, step)
+        return logits if step.logits_RV is None else step.logits_RV.copy_(logits)
+
+
+class Host(ReferenceHost):
+    def memory_bytes(self) -> int | None:
+        return None  # the stand-in computes in float32 copies of the weights
+
+
+def cpu_case(seed: int = 0) -> Case:
+    case = small_qwen3(seed, "cpu")
+    case.host = Host
+    return case
+
+
+def test_checks_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_module, "DenseStep", StandIn)
+    # Few widths keep this short; the float32 stand-in is nearer to the general path than the kernel.
+    limits = msgspec.structs.replace(DENSE.devices["sm_90"], widths=frozenset({1, 3, 4}))
+    spec = msgspec.structs.replace(DENSE, example=f"{__name__}:cpu_case", devices={"sm_90": limits})
+    before = StandIn.launches
+    results = run_checks(Candidate("lowlat-nvidia", "0", spec))
+    assert not [result for result in results if result.status == "failed"]
+    assert sum(result.status == "passed" for result in results) >= 7, results
+    assert StandIn.launches > before + 10
+
+
+def step_of(write_slots: list[int], starts: list[int]) -> StepInputs:
+    rows = len(write_slots)
+    return StepInputs(
+        mode=Mode.VERIFY,
+        token_ids_R=torch.arange(10, 10 + rows),
+        positions_R=torch.arange(50, 50 + rows),
+        query_start_Q1=torch.tensor(starts, dtype=torch.int32),
+        lengths_Q=torch.ones(len(starts) - 1, dtype=torch.int32),
+        page_table_QP=torch.arange(1, 2 * len(starts) - 1, dtype=torch.int32).reshape(len(starts) - 1, 2),
+        write_slots_R=torch.tensor(write_slots),
+    )
+
+
+def test_rows_find_their_request_and_first_row() -> None:
+    one, two = torch.ones(3, 2, dtype=torch.int64), torch.full((3, 2), 2)
+    inputs = translate(step_of([5, 6, 7, 8], [0, 1, 4]), one, two)
+    assert inputs.row_request_R.tolist() == [0, 1, 1, 1]
+    assert inputs.row_first_R.tolist() == [0, 1, 1, 1]
+    assert inputs.row_request_R.dtype == inputs.row_first_R.dtype == torch.int32
+    assert torch.equal(inputs.addresses_L2, one)
+
+
+def test_padding_rows_repeat_the_first_real_row() -> None:
+    one, two = torch.ones(3, 2, dtype=torch.int64), torch.full((3, 2), 2)
+    inputs = translate(step_of([-1, 6, -1, 8], [0, 1, 2, 3, 4]), one, two)
+    assert inputs.tokens_R.tolist() == [11, 11, 11, 13]
+    assert inputs.positions_R.tolist() == [51, 51, 51, 53]
+    assert inputs.row_request_R.tolist() == [1, 1, 1, 3]
+    assert inputs.row_first_R.tolist() == [1, 1, 1, 3]
+
+
+def test_padding_alone_touches_the_scratch_only() -> None:
+    one, two = torch.ones(3, 2, dtype=torch.int64), torch.full((3, 2), 2)
+    inputs = translate(step_of([-1, -1], [0, 1, 2]), one, two)
+    assert torch.equal(inputs.addresses_L2, two)
+    assert not inputs.positions_R.any()
+    assert not inputs.page_table_QP.any()
+
+
+def context_with(**changes: object):  # type: ignore[no-untyped-def]
+    from lowlat_plugin.kernel import Workspace
+
+    case = cpu_case()
+    case.config = {**CONFIG, **changes}
+    return ReferenceHost(case, pages=4).context(DENSE, Workspace("cpu"))
+
+
+def test_models_and_layouts_are_refused_by_name() -> None:
+    kernel = DenseKernel(DENSE)
+    assert not list(kernel.model_reasons(context_with()))
+    scaled = {"rope_type": "yarn", "factor": 4.0}
+    for change, word in (({"rope_scaling": scaled}, "yarn"), ({"intermediate_size": 1000}, "inter")):
+        (reason,) = kernel.model_reasons(context_with(**change))
+        assert word in str(reason)
+    context = context_with()
+    for layout, word in (
+        (KVLayout(8, 128, 16, "bfloat16", 1025, 128), "1025"),
+        (KVLayout(8, 128, 16, "bfloat16", 128, 1 << 24), "near"),
+    ):
+        (reason,) = kernel.model_reasons(dataclasses.replace(context, layout=layout))
+        assert word in str(reason)
+    assert scratch_elements(KVLayout(8, 128, 16, "bfloat16", 1024, 128)) == 1024
+
+
+def test_the_plan_counts_what_is_taken() -> None:
+    context = context_with()
+    plan = DenseKernel(DENSE).probe(context)
+    assert str(plan.shapes).count("verify") > 0
+    shape = plans.shape_from_config(context.config)
+    assert plan.workspace_bytes > shape.weight_bytes()
+    assert read_weights(shape, context).lm_head is not None
+
+
+def test_llama_rotary_scaling() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain, scaled = frequencies({"rope_theta": 5e5}, 64), frequencies({"rope_theta": 5e5, "rope_scaling": scaling}, 64)
+    ratio = plain / scaled
+    assert ratio[0] == 1
+    assert math.isclose(float(ratio[-1]), 32.0)
+    assert (ratio.diff() >= 0).all()
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=2048,
+        num_attention_heads=32,
+        rope_parameters={**scaling, "rope_theta": 5e5},
+        max_position_embeddings=131072,
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    assert torch.allclose(scaled.float(), expected, rtol=1e-6)
+    assert torch.equal(frequencies({"rope_parameters": {**scaling, "rope_theta": 5e5}}, 64), scaled)
