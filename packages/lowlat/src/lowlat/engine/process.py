@@ -195,6 +195,9 @@ def main() -> None:
         parser.add_argument(name, required=True)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # oneDNN keeps compiled code and buffers, about half a megabyte, for every shape that it met: by default 1,024 of
+    # them, and each number of rows in a step is a shape of its own.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     # The front decides when to end; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
