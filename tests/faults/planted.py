@@ -257,8 +257,8 @@ PLANTS = (
         "A44",
         "a cancelled prompt is cached as far as it was asked for",
         "engine/scheduler.py",
-        "self.cache.end(active.lease, active.tokens[: active.filled])",
-        "self.cache.end(active.lease, active.tokens)",
+        "self.cache.end(active.lease, active.tokens[: active.filled], row)",
+        "self.cache.end(active.lease, active.tokens, row)",
         f"{_SCHEDULE}test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone",
     ),
     _plant(

@@ -26,6 +26,16 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Under tensor parallelism: every rank holds all of it (true) or its own shard (false)."""
 
 
+def bytes_per_token(groups: list[CacheGroup]) -> int:
+    """Bytes that a token needs in pages, rounded up; `state` groups have none there."""
+    return sum(-(-group.bytes_per_entry // group.tokens_per_entry) for group in groups if group.lifetime != "state")
+
+
+def state_bytes(groups: list[CacheGroup]) -> int:
+    """Bytes of one request's fixed-size record; 0: the model keeps none."""
+    return sum(group.bytes_per_entry for group in groups if group.lifetime == "state")
+
+
 def pages_for(tokens: int, page_size: int) -> int:
     """Number of pages that hold `tokens` entries."""
     return -(-tokens // page_size)

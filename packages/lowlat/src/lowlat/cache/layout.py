@@ -63,6 +63,9 @@ class KVPool:
         for tensor in self.keys + self.values:
             tensor[layout.padding_page * layout.page_size :].zero_()
 
+    def copy_state(self, source: int, target: int) -> None:
+        """Keys and values are all there is: no state a request."""
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch type of a name used in configurations."""

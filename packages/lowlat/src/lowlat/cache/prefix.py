@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from lowlat.cache.groups import pages_for
 from lowlat.cache.pages import OutOfPagesError, PagePool
 from lowlat.cache.radix import Node, RadixTree
+from lowlat.cache.snapshots import Snapshots
 
 
 class Lease:
@@ -19,7 +20,7 @@ class Lease:
     `private` pages belong to the request; the others belong to the prefix tree, where `node` is locked for them.
     """
 
-    __slots__ = ("cached_tokens", "node", "pages", "private", "salt")
+    __slots__ = ("cached_tokens", "node", "pages", "private", "restore", "salt")
 
     def __init__(self, pages: list[int], node: Node, cached_tokens: int, salt: str) -> None:
         self.pages = pages
@@ -27,18 +28,22 @@ class Lease:
         self.private: set[int] = set()
         self.cached_tokens = cached_tokens
         self.salt = salt
+        self.restore = -1
+        """State row to copy into the request's slot before its first step; -1: none."""
 
 
 class PrefixCache:
     """Page pool and prefix tree together.
 
-    `enabled` false keeps the books but never shares anything.
+    `enabled` false keeps the books but never shares anything. With `snapshots` (models that keep state for a request)
+    a prefix is found only up to where a snapshot of its state was kept.
     """
 
-    def __init__(self, pages: int, page_size: int, *, enabled: bool = True) -> None:
+    def __init__(self, pages: int, page_size: int, *, enabled: bool = True, snapshots: Snapshots | None = None) -> None:
         self.page_size = page_size
         self.pool = PagePool(pages)
-        self.tree = RadixTree(self.pool, page_size)
+        self.snapshots = snapshots if enabled else None
+        self.tree = RadixTree(self.pool, page_size, self.snapshots)
         self.enabled = enabled
 
     @property
@@ -53,8 +58,15 @@ class PrefixCache:
         """
         reusable = (len(tokens) - 1) // self.page_size * self.page_size if self.enabled and reuse else 0
         pages, node = self.tree.match(tokens[:reusable], salt)
+        if self.snapshots is not None:
+            while node.parent is not None and node.snapshot < 0:
+                del pages[len(pages) - len(node.pages) :]
+                node = node.parent
         self.tree.lock(node)
-        return Lease(pages, node, len(pages) * self.page_size, salt)
+        lease = Lease(pages, node, len(pages) * self.page_size, salt)
+        if self.snapshots is not None and pages:
+            lease.restore = self.snapshots.use(node)
+        return lease
 
     def missing(self, lease: Lease, tokens: int) -> int:
         """Pages that `lease` lacks to hold `tokens` tokens."""
@@ -89,9 +101,22 @@ class PrefixCache:
         self.tree.unlock(lease.node)
         lease.node = node
 
-    def end(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """End a request whose computed tokens are `tokens`; nothing may read or write its private pages any more."""
+    def keep_state(self, lease: Lease, row: int) -> None:
+        """Attach a state row, copied at the end of the last whole page that `lease` shared, to that prefix."""
+        assert self.snapshots is not None
+        if lease.node.parent is None:
+            self.snapshots.give_back(row)
+        else:
+            self.snapshots.attach(row, lease.node)
+
+    def end(self, lease: Lease, tokens: Sequence[int], state_row: int = -1) -> None:
+        """End a request whose computed tokens are `tokens`; nothing may read or write its private pages any more.
+
+        `state_row`: a held state row, copied where the last whole page of `tokens` ends.
+        """
         self.share(lease, tokens)
+        if state_row >= 0:
+            self.keep_state(lease, state_row)
         self.tree.unlock(lease.node)
         self.pool.give_back(lease.private)
         lease.pages = []
@@ -101,4 +126,6 @@ class PrefixCache:
         """Assert that every page is accounted for."""
         self.pool.check()
         self.tree.check()
+        if self.snapshots is not None:
+            self.snapshots.check()
         assert self.pool.free + self.pool.cached + self.pool.held == self.pool.total

@@ -11,12 +11,13 @@ import itertools
 from collections.abc import Sequence
 
 from lowlat.cache.pages import PagePool
+from lowlat.cache.snapshots import Snapshots
 
 
 class Node:
     """One edge of the tree: `tokens` (a whole number of pages), the `pages` that hold them, and what follows."""
 
-    __slots__ = ("children", "last_use", "locks", "pages", "parent", "tokens")
+    __slots__ = ("children", "last_use", "locks", "pages", "parent", "snapshot", "tokens")
 
     def __init__(self, tokens: list[int], pages: list[int], parent: Node | None) -> None:
         self.tokens = tokens
@@ -25,6 +26,8 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.locks = 0
         self.last_use = 0
+        self.snapshot = -1
+        """State row that holds a request's state at the end of this node; -1: none."""
 
 
 class RadixTree:
@@ -33,8 +36,9 @@ class RadixTree:
     Sequences of different `salt` never share anything. The tree owns its pages in `pool` (`Owner.CACHED`).
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, snapshots: Snapshots | None = None) -> None:
         self.pool = pool
+        self.snapshots = snapshots
         self.page_size = page_size
         self._roots: dict[str, Node] = {}
         self._clock = itertools.count(1)
@@ -116,6 +120,8 @@ class RadixTree:
         while heap and freed < count:
             _, _, leaf = heapq.heappop(heap)
             take = min(len(leaf.pages), count - freed)
+            if self.snapshots is not None:
+                self.snapshots.drop(leaf)
             self.pool.evict(leaf.pages[len(leaf.pages) - take :])
             freed += take
             if take < len(leaf.pages):

@@ -72,9 +72,12 @@ ENGINE_OPTIONS: dict[str, Any] = {
         ),
     ],
     "spec": Annotated[
-        Literal["off", "ngram"],
+        Literal["off", "ngram", "draft"],
         _option(
-            "--spec", panel=_COMPUTE, help="Guess tokens that followed the same words before; answers stay the same."
+            "--spec",
+            panel=_COMPUTE,
+            help="Guess tokens: ngram, as they followed the same words before; draft, by the model's own draft. "
+            "Answers stay the same.",
         ),
     ],
     "spec_width": Annotated[

@@ -20,6 +20,7 @@ class ActiveRequest:
         "launched",
         "launched_samples",
         "lease",
+        "marks",
         "order",
         "prefill_end",
         "prompt_tokens",
@@ -63,6 +64,8 @@ class ActiveRequest:
         """Answer tokens known or on their way; with guesses, the least."""
         self.scored = 0 if request.sampling.prompt_logprobs is not None else self.prompt_tokens - 1
         """Prompt tokens after the first whose log-probabilities are known, on their way or not wanted."""
+        self.marks: dict[int, int] = {}
+        """Tokens computed -> state row that holds the state after them."""
         self.in_flight = 0
         self.last_step = -1
         self.ended = False
@@ -106,10 +109,12 @@ class ActiveRequest:
 class Launch:
     """What a launched step will bring: chunks first, then decode rows, in the order of the plan."""
 
-    __slots__ = ("chunks", "decodes", "step")
+    __slots__ = ("chunks", "decodes", "rows", "step")
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.chunks: list[tuple[ActiveRequest, int, bool, bool]] = []
         """(request, tokens filled afterwards, whether it samples, whether it scores)."""
         self.decodes: list[ActiveRequest] = []
+        self.rows: list[int] = []
+        """For each decode, the state row that it may be saved to; -1: none."""

@@ -36,7 +36,8 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
         begins = self.max_batch
         pages = 2 * self.max_batch * 3 + self.page_budget
         chunks = self.max_batch * 4 + self.max_rows
-        return _HEADER + begins + pages + chunks + self.max_batch
+        copies = 2 * 2 * self.max_batch
+        return _HEADER + begins + pages + chunks + self.max_batch + copies
 
 
 class SlotSampling(msgspec.Struct, frozen=True):
@@ -100,6 +101,10 @@ class StepPlan(msgspec.Struct):
     """Slots."""
     general: bool = False
     """Kernels are switched off: all ranks take the general path."""
+    restores: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """(state row, slot): copies of per-request state to make before the step."""
+    saves: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """(slot, state row): copies to make after it, of slots whose sequence has grown past the end of a page."""
 
     @property
     def rows(self) -> int:
@@ -134,6 +139,10 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
         position += 4 + len(chunk.tokens)
     if not same:
         record[position : position + len(plan.decodes)] = plan.decodes
+        position += len(plan.decodes)
+    for source, target in plan.restores + plan.saves:
+        record[position : position + 2] = (source, target)
+        position += 2
     record[:_HEADER] = (
         plan.step,
         len(plan.begins),
@@ -142,13 +151,13 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
         len(plan.decodes),
         same,
         plan.general,
-        0,
+        len(plan.restores) << 16 | len(plan.saves),
     )
 
 
 def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepPlan:
     """Read what `encode_plan` wrote; `previous_decodes` as there. Settings are greedy, targets are -1."""
-    step, begin_count, page_count, chunk_count, decode_count, same, general, _ = record[:_HEADER].tolist()
+    step, begin_count, page_count, chunk_count, decode_count, same, general, copies = record[:_HEADER].tolist()
     position = _HEADER
     begins = []
     for _ in range(begin_count):
@@ -171,4 +180,8 @@ def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepP
         decodes = previous_decodes
     else:
         decodes = record[position : position + decode_count].tolist()
-    return StepPlan(step, begins, pages, chunks, decodes, bool(general))
+        position += decode_count
+    restore_count, save_count = copies >> 16, copies & 0xFFFF
+    pairs = [tuple(pair) for pair in record[position:][: 2 * (restore_count + save_count)].reshape(-1, 2).tolist()]
+    restores, saves = pairs[:restore_count], pairs[restore_count:]
+    return StepPlan(step, begins, pages, chunks, decodes, bool(general), restores, saves)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from lowlat.cache.groups import pages_for
+from lowlat.cache.groups import bytes_per_token, pages_for, state_bytes
 from lowlat.cache.layout import KVPool, torch_dtype
 from lowlat.cache.prefix import PrefixCache
+from lowlat.cache.snapshots import Snapshots
 from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
@@ -21,7 +22,7 @@ from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.ranks import RankGroup, TensorParallelExecutor
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.scheduler import Scheduler
-from lowlat.models.base import BuildContext
+from lowlat.models.base import BuildContext, DraftingModel, Model, make_cache
 from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import Communicator, SingleRank
@@ -58,6 +59,8 @@ class RankParts(msgspec.Struct):
     facts: EngineFacts
     platform: Platform
     threads: int
+    snapshots: Snapshots | None
+    width: int
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, EngineFacts, Checkpoint]:
@@ -73,13 +76,16 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
         parts = build_rank(config, checkpoint, communicator, progress)
         scheduler = Scheduler(
             PrefixCache(
-                parts.facts.kv_tokens // parts.facts.page_size, parts.facts.page_size, enabled=config.prefix_cache
+                parts.facts.kv_tokens // parts.facts.page_size,
+                parts.facts.page_size,
+                enabled=config.prefix_cache,
+                snapshots=parts.snapshots,
             ),
             parts.limits,
             eos_ids=frozenset(parts.facts.eos_ids),
             chunk_tokens=config.chunk_tokens,
             seed=config.seed,
-            width=_width(config),
+            width=parts.width,
         )
         run = parts.runner.run
         executor: Executor = ThreadExecutor(run, lambda: parts.platform.set_threads(parts.threads))
@@ -102,26 +108,40 @@ def build_rank(
     threads = config.threads or _threads(config.tensor_parallel)
     platform.set_threads(threads)
     max_context = _max_context(config, checkpoint)
-    build = BuildContext(platform, communicator, torch_dtype(dtype), max_context)
+    build = BuildContext(platform, communicator, torch_dtype(dtype), max_context, config.spec == "draft")
     with _refusals():
         kernels = LowLatencyMode(config, checkpoint, platform, communicator, dtype)
     model = build_model(checkpoint, build, lambda done, total: progress(done, total, "loading weights"))
     with _refusals():
         kernels.model_built(model)
     page_size = config.page_size
-    pages = _pages(config, max_context, sum(group.bytes_per_entry for group in model.cache_groups()), platform)
+    width = _width(config, model)
+    groups = model.cache_groups()
+    # A request holds up to three copies of its state (end of prompt, newest, the one before); the rest are prefixes'.
+    kept = 4 * config.max_batch if config.prefix_cache and state_bytes(groups) else 0
+    states = config.max_batch + kept
+    pages = _pages(config, max_context, bytes_per_token(groups), states * state_bytes(groups), platform)
     pages = int(communicator.broadcast(torch.tensor(pages)))
     limits = PlanLimits(
         max_batch=config.max_batch,
-        max_rows=config.chunk_tokens + config.max_batch * _width(config),
+        max_rows=config.chunk_tokens + config.max_batch * width,
         max_pages=min(pages_for(max_context, page_size), pages),
     )
-    kv = KVPool(model.kv_layout(pages, page_size), platform.device)
-    runner = ModelRunner(model, kv, limits, communicator, min_rows=platform.min_rows)
+    kv = make_cache(model, pages, page_size, states, platform.device, width)
+    runner = ModelRunner(
+        model,
+        kv,
+        limits,
+        communicator,
+        min_rows=platform.min_rows,
+        model_drafts=build.draft,
+        has_state=state_bytes(groups) > 0,
+    )
     progress(0, 0, "first step")
     _first_step(runner)
     with _refusals():
-        kernels.pool_made(kv)
+        if isinstance(kv, KVPool):
+            kernels.pool_made(kv)
         if kernels.built:
             progress(0, 0, "checking kernels")
             kernels.prove()
@@ -137,7 +157,8 @@ def build_rank(
         eos_ids=eos_ids(checkpoint),
         kernels=kernels.active,
     )
-    return RankParts(runner, kernels, limits, facts, platform, threads)
+    snapshots = Snapshots(config.max_batch, kept) if kept else None
+    return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, width)
 
 
 @contextlib.contextmanager
@@ -159,16 +180,21 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return ()
 
 
-def _width(config: EngineConfig) -> int:
+def _width(config: EngineConfig, model: Model) -> int:
     """Rows that a request may have in a decode step."""
-    if config.spec not in ("off", "ngram"):
-        raise SetupError(f"speculation {config.spec!r} is not known; known: off, ngram")
+    if config.spec not in ("off", "ngram", "draft"):
+        raise SetupError(f"speculation {config.spec!r} is not known; known: off, ngram, draft")
     if config.spec == "off":
         return 1
     if config.tensor_parallel > 1:
-        raise SetupError("--spec ngram works on one rank only; use --tp 1")
+        raise SetupError(f"--spec {config.spec} works on one rank only; use --tp 1")
     if not 2 <= config.spec_width <= 16:
         raise SetupError(f"a speculative step of {config.spec_width} rows a request: use 2 to 16")
+    if config.spec == "draft":
+        block = model.draft_block if isinstance(model, DraftingModel) else 0
+        if not block:
+            raise SetupError(f"{config.model} has no draft of its own; use --spec ngram or off")
+        return min(config.spec_width, 1 + block)
     return config.spec_width
 
 
@@ -189,11 +215,11 @@ def _max_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.max_context
 
 
-def _pages(config: EngineConfig, max_context: int, bytes_per_token: int, platform: Platform) -> int:
+def _pages(config: EngineConfig, max_context: int, token_bytes: int, other_bytes: int, platform: Platform) -> int:
     if config.kv_tokens is not None:
         pages = config.kv_tokens // config.page_size
     else:
-        tokens = min(config.max_batch * max_context, platform.memory_available() // bytes_per_token)
+        tokens = min(config.max_batch * max_context, max(0, platform.memory_available() - other_bytes) // token_bytes)
         pages = tokens // config.page_size
     if pages * config.page_size < 2:
         raise SetupError(f"the KV pool has room for {pages} pages of {config.page_size} tokens: too few to serve")

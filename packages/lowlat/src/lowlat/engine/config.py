@@ -32,7 +32,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_ahead: int = 1
     """Steps launched before the result of an earlier one is read (0: none)."""
     spec: str = "off"
-    """`off`, or `ngram`: guess tokens that followed the same words before, and check several in one step."""
+    """`off`; `ngram`: guess tokens that followed the same words before; `draft`: ask the model's own draft (DSpark).
+    Several guesses are checked in one step."""
     spec_width: int = 8
     """Most rows of a request in a speculative step: one, and the guesses."""
     seed: int = 0

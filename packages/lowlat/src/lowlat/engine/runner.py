@@ -17,7 +17,7 @@ from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.request import TokenLogprobs
 from lowlat.engine.sampler import sample_bursts, token_logprobs
 from lowlat.layers.step import DecodeGroup, Segment, StepInputs
-from lowlat.models.base import Model
+from lowlat.models.base import DraftingModel, DraftRequest, Model, ModelCache
 from lowlat.parallel.group import Communicator
 from lowlat.speculative.ngram import NgramProposer
 
@@ -26,8 +26,18 @@ class ModelRunner:
     """Runs one model on one rank, step after step."""
 
     def __init__(
-        self, model: Model, kv: KVPool, limits: PlanLimits, communicator: Communicator, *, min_rows: int = 1
+        self,
+        model: Model,
+        kv: ModelCache,
+        limits: PlanLimits,
+        communicator: Communicator,
+        *,
+        min_rows: int = 1,
+        model_drafts: bool = False,
+        has_state: bool = False,
     ) -> None:
+        """`model_drafts`: guesses come from the model's own draft, not from the words before. `has_state`: the model
+        keeps state for a request, and sees every request's rows as a segment of its own."""
         self.model = model
         self.kv = kv
         self._communicator = communicator
@@ -39,10 +49,13 @@ class ModelRunner:
         self._sampling = [GREEDY] * limits.max_batch
         self._rules: list[LogitRules | None] = [None] * limits.max_batch
         self._proposers: list[NgramProposer | None] = [None] * limits.max_batch
+        self._model_drafts = model_drafts
+        self._drafts: list[list[int]] = [[] for _ in range(limits.max_batch)]
         # KV slot of every token of every batch slot: the page tables, spelled out.
         self._kv_slots = np.zeros((limits.max_batch, limits.max_pages * self._page_size), dtype=np.int64)
         self._in_order = [True] * limits.max_batch
         """Whether all pages of a batch slot are neighbours in memory, in order."""
+        self._segments_only = has_state
         self.kernel_steps: KernelSteps | None = None
         """Where a kernel library is installed: who is asked first."""
 
@@ -50,6 +63,9 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and sample its tokens; the slots' states advance."""
         self._update(plan)
+        for row, slot in plan.restores:
+            self.kv.copy_state(row, slot)
+        before = self._lengths.copy()
         guesses = [self._guess(slot) for slot in plan.decodes]
         logits_MV = None
         if self.kernel_steps is not None and not any(guesses):
@@ -57,17 +73,32 @@ class ModelRunner:
         if logits_MV is None:
             logits_MV = self.model.forward(self._inputs(plan, guesses), self.kv)
         for chunk in plan.chunks:
+            before[chunk.slot] = chunk.start
             self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
         slots = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
-        return self._result(plan, logits_MV, slots, [[]] * (len(slots) - len(guesses)) + guesses)
+        result = self._result(plan, logits_MV, slots, [[]] * (len(slots) - len(guesses)) + guesses)
+        for slot, row in plan.saves:
+            if self._lengths[slot] // self._page_size > before[slot] // self._page_size:
+                self.kv.copy_state(slot, row)
+        if self._model_drafts:
+            self._draft(slots)
+        return result
 
     def _guess(self, slot: int) -> list[int]:
         """Guesses of the tokens after a decode slot's next one."""
-        proposer = self._proposers[slot]
-        if proposer is None:
-            return []
-        setting = self._sampling[slot]
-        return proposer.propose(min(setting.width, setting.end - self._lengths[slot]) - 1)
+        setting, proposer = self._sampling[slot], self._proposers[slot]
+        most = max(0, min(setting.width, setting.end - self._lengths[slot]) - 1)
+        if self._model_drafts:
+            return self._drafts[slot][:most]
+        return proposer.propose(most) if proposer is not None else []
+
+    def _draft(self, slots: list[int]) -> None:
+        """Let the model's draft guess what follows the tokens just chosen."""
+        assert isinstance(self.model, DraftingModel)
+        wanted = [slot for slot in slots if self._sampling[slot].width > 1]
+        requests = [DraftRequest(self._tokens[slot], self._lengths[slot], slot) for slot in wanted]
+        for slot, drafts in zip(wanted, self.model.propose(requests, self.kv) if wanted else [], strict=True):
+            self._drafts[slot] = drafts
 
     def _result(
         self, plan: StepPlan, logits_MV: torch.Tensor, slots: list[int], guesses: list[list[int]]
@@ -128,7 +159,8 @@ class ModelRunner:
             self._sampling[slot] = sampling
             self._rules[slot] = LogitRules.of(sampling)
             self._proposers[slot] = None
-            if sampling.width > 1:
+            self._drafts[slot] = []
+            if sampling.width > 1 and not self._model_drafts:
                 proposer = self._proposers[slot] = NgramProposer()
                 proposer.observe(sampling.prompt + sampling.answer)
             self._in_order[slot] = True
@@ -168,7 +200,7 @@ class ModelRunner:
             length = self._lengths[slot]
             rows = add(slot, length, [self._tokens[slot], *guessed])
             sample_rows.extend(rows)
-            if guessed:
+            if guessed or self._segments_only:
                 segments.append(self._segment(slot, rows, length + len(rows)))
             else:
                 singles.append((slot, rows[0]))
@@ -189,7 +221,7 @@ class ModelRunner:
     def _segment(self, slot: int, rows: range, length: int) -> Segment:
         kv_slots = self._kv_slots[slot, :length]
         run = int(kv_slots[0]) if self._in_order[slot] else -1
-        return Segment(rows.start, len(rows), length, torch.from_numpy(kv_slots), run)
+        return Segment(rows.start, len(rows), length, torch.from_numpy(kv_slots), run, slot)
 
     def _decode_groups(self, singles: list[tuple[int, int]]) -> list[DecodeGroup]:
         """Gather (slot, row) pairs whose lengths differ at most by a factor of two, so that padding stays small."""
@@ -214,6 +246,7 @@ class ModelRunner:
             seen = np.arange(longest) < lengths[:, None]
             # Where a request has no token, its first one is read and masked: that slot was surely written.
             kv_slots = np.where(seen, kv_slots, kv_slots[:, :1])
+            assert isinstance(self.kv, KVPool), "models with state never group decodes"
             dtype = self.kv.keys[0].dtype
             mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
             mask = mask[:, None, None, :]

@@ -130,6 +130,7 @@ class Scheduler:
             active.launched_samples += 1
             active.in_flight += 1
             active.last_step = self._step
+            launch.rows.append(self._row_for(active, plan))
             plan.decodes.append(active.slot)
             launch.decodes.append(active)
         rows = self.chunk_tokens
@@ -164,6 +165,7 @@ class Scheduler:
         for index, active in enumerate(launch.decodes, start=chunk_samples):
             active.in_flight -= 1
             count = counts[index] if counts else 1
+            self._take_row(active, launch.rows[index - chunk_samples], count)
             if not active.ended:
                 burst = slice(sample, sample + count)
                 self._take_tokens(active, tokens[burst], logprobs and logprobs[burst])
@@ -257,6 +259,8 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self._start(active, lease)
             plan.begins.append((active.slot, active.slot_sampling()))
+            if lease.restore >= 0:
+                plan.restores.append((lease.restore, active.slot))
             rows -= self._add_chunk(active, plan, launch, rows)
 
     def _start(self, active: ActiveRequest, lease: Lease) -> None:
@@ -279,6 +283,9 @@ class Scheduler:
         self._send_pages(active, plan)
         start = active.launched
         end = min(active.prefill_end, start + rows)
+        whole = active.prefill_end - active.prefill_end % self.cache.page_size
+        if self.cache.snapshots is not None and start < whole < end:
+            end = whole  # the state is kept where the prompt's last whole page ends, so a step must end there
         sampling = active.request.sampling
         sample = end == active.prefill_end and sampling.max_tokens > 0
         targets = active.targets(start, end)
@@ -290,7 +297,41 @@ class Scheduler:
         active.launched_samples += sample
         active.in_flight += 1
         active.last_step = self._step
+        if end == whole and self.cache.snapshots is not None:
+            row = self.cache.snapshots.take()
+            if row is not None:
+                active.marks[end] = row
+                plan.saves.append((active.slot, row))
         return end - start
+
+    def _row_for(self, active: ActiveRequest, plan: StepPlan) -> int:
+        """A row to save a decoding request's state to, where this step may end a page; -1: none."""
+        snapshots = self.cache.snapshots
+        if snapshots is None or (active.width == 1 and active.launched % self.cache.page_size):
+            return -1
+        row = snapshots.take()
+        if row is None:
+            return -1
+        plan.saves.append((active.slot, row))
+        return row
+
+    def _take_row(self, active: ActiveRequest, row: int, count: int) -> None:
+        """Learn whether a decode step of `count` tokens ended a page, and so whether its state was saved to `row`.
+
+        The two newest are kept: the newest may lie beyond a token that turns out to be the last.
+        """
+        if row < 0:
+            return
+        snapshots = self.cache.snapshots
+        assert snapshots is not None
+        size = self.cache.page_size
+        end = min(active.filled + count, active.end - 1) // size * size
+        if active.ended or end <= active.filled:
+            snapshots.give_back(row)
+            return
+        while len(active.marks) >= 2:
+            snapshots.give_back(active.marks.pop(min(active.marks)))
+        active.marks[end] = row
 
     @staticmethod
     def _send_pages(active: ActiveRequest, plan: StepPlan) -> None:
@@ -317,6 +358,9 @@ class Scheduler:
         if done:
             assert active.lease is not None
             self.cache.share(active.lease, active.tokens[:filled])
+            row = active.marks.pop(filled - filled % self.cache.page_size, -1)
+            if row >= 0:
+                self.cache.keep_state(active.lease, row)
         only_scores = done and active.request.sampling.max_tokens == 0
         if scores is None and not only_scores:
             return
@@ -375,7 +419,12 @@ class Scheduler:
 
     def _release(self, active: ActiveRequest) -> None:
         assert active.lease is not None
-        self.cache.end(active.lease, active.tokens[: active.filled])
+        row = active.marks.pop(active.filled - active.filled % self.cache.page_size, -1)
+        self.cache.end(active.lease, active.tokens[: active.filled], row)
+        if self.cache.snapshots is not None:
+            for unused in active.marks.values():
+                self.cache.snapshots.give_back(unused)
+        active.marks = {}
         active.lease = None
         self._slots.append(active.slot)
         active.slot = -1

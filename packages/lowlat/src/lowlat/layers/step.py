@@ -21,6 +21,8 @@ class Segment(msgspec.Struct):
     length: int
     slots_L: torch.Tensor
     run: int
+    slot: int = -1
+    """Batch slot of the request, and row of its per-request state."""
 
 
 class DecodeGroup(msgspec.Struct):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -11,7 +11,6 @@ import torch
 from lowlat.cache.groups import CacheGroup
 from lowlat.cache.layout import KVLayout, KVPool
 from lowlat.layers.step import StepInputs
-from lowlat.models.config import DecoderConfig
 from lowlat.parallel.group import Communicator
 from lowlat.platform import Platform
 
@@ -29,12 +28,43 @@ class BuildContext(msgspec.Struct, frozen=True):
     communicator: Communicator
     dtype: torch.dtype
     max_context: int
+    draft: bool = False
+    """Whether the model's own draft is wanted (`DraftingModel`)."""
+
+
+class ModelConfig(Protocol):
+    """What the engine needs to know of a configuration."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+
+
+class CacheLayout(Protocol):
+    """What the engine needs to know of a cache's pages."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+
+
+class ModelCache(Protocol):
+    """A model's cache: pages, and for models that keep state for a request, its rows. `KVPool` is the plain one."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Its pages."""
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy one row of per-request state; never called for models without."""
 
 
 class Model(Protocol):
     """A causal language model on one rank."""
 
-    config: DecoderConfig
+    @property
+    def config(self) -> ModelConfig:
+        """Its configuration."""
 
     def cache_groups(self) -> list[CacheGroup]:
         """What this rank keeps for each token."""
@@ -42,8 +72,44 @@ class Model(Protocol):
     def kv_layout(self, pages: int, page_size: int) -> KVLayout:
         """Layout of this rank's keys and values."""
 
-    def forward(self, step: StepInputs, kv: KVPool) -> torch.Tensor:
-        """Compute a step: writes keys and values of its rows, returns float32 logits [samples, vocabulary]."""
+    def forward(self, step: StepInputs, kv: Any) -> torch.Tensor:
+        """Compute a step: writes keys and values of its rows, returns float32 logits [samples, vocabulary].
+
+        `kv` is what `make_cache` gave: a `KVPool`, or the model's own.
+        """
+
+
+class DraftRequest(msgspec.Struct, frozen=True):
+    """One request to draft for: `anchor` is its newest token, at position `length`; `state` its state row."""
+
+    anchor: int
+    length: int
+    state: int
+
+
+@runtime_checkable
+class DraftingModel(Protocol):
+    """A model with a draft of its own, which its forward feeds."""
+
+    draft_block: int
+    """Tokens that one pass proposes; 0: there is no draft."""
+
+    def propose(self, requests: list[DraftRequest], kv: Any) -> list[list[int]]:
+        """Guesses of the tokens after each request's newest one."""
+
+
+def make_cache(
+    model: Model, pages: int, page_size: int, states: int, device: torch.device, width: int = 1
+) -> ModelCache:
+    """The model's own cache (its `make_cache(pages, page_size, states, width)`) where it has one, else keys and values.
+
+    `width`: most rows of a request in a decode step, which rings of state must have room for.
+    """
+    own = getattr(model, "make_cache", None)
+    if own is not None:
+        cache: ModelCache = own(pages, page_size, states, width)
+        return cache
+    return KVPool(model.kv_layout(pages, page_size), device)
 
 
 ModelFactory = Callable[["Checkpoint", BuildContext, LoadProgress], Model]

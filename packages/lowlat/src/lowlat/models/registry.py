@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lowlat.models.base import BuildContext, LoadProgress, Model, ModelFactory
 from lowlat.models.config import UnsupportedModelError
+from lowlat.models.deepseek_v4.serving import ServedDeepseek
 from lowlat.models.gemma3 import gemma3
 from lowlat.models.gpt_oss import gpt_oss
 from lowlat.models.llama import llama
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from lowlat.models.loading.checkpoint import Checkpoint
 
 MODELS: dict[str, ModelFactory] = {
+    "DeepseekV41ForCausalLM": ServedDeepseek,
+    "DeepseekV4ForCausalLM": ServedDeepseek,
     "Gemma3ForCausalLM": gemma3,
     "GptOssForCausalLM": gpt_oss,
     "LlamaForCausalLM": llama,

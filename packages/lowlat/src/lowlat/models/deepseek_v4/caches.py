@@ -80,14 +80,21 @@ class DeepseekCaches:
         page_size: int,
         states: int,
         device: torch.device | None = None,
+        width: int | None = None,
+        draft: bool = True,
     ) -> None:
-        """Raises `ValueError` when a page does not hold whole entries."""
+        """`width`: most rows of a request in a decode step, of which all but one may be rejected; None: one, and the
+        draft's block. `draft` false: no windows for draft layers.
+
+        Raises `ValueError` when a page does not hold whole entries.
+        """
         self.config = config
         self.numerics = numerics
         device = device or torch.device("cpu")
-        drafts = config.dspark_block_size if config.has_draft else 0
+        draft = draft and config.has_draft
+        drafts = width - 1 if width is not None else config.dspark_block_size if draft else 0
         layers = config.num_hidden_layers
-        draft_layers = config.num_nextn_predict_layers if config.has_draft else 0
+        draft_layers = config.num_nextn_predict_layers if draft else 0
         window = self._format("window", config.head_dim)
         places = config.sliding_window + drafts
         self.windows = [WindowCache(window, states, places, device) for _ in range(layers + draft_layers)]

@@ -18,6 +18,7 @@ from lowlat.layers import deepseek_attention as ops
 from lowlat.layers.deepseek_numerics import linear, rms_norm
 from lowlat.layers.deepseek_rope import TailRope
 from lowlat.layers.hyper_connections import collapse
+from lowlat.models.base import DraftRequest
 from lowlat.models.deepseek_v4.attention import AttentionBase, Rows
 from lowlat.models.deepseek_v4.caches import DeepseekCaches
 from lowlat.models.deepseek_v4.config import DeepseekConfig
@@ -27,14 +28,6 @@ from lowlat.parallel.group import Communicator
 
 Choose = Callable[[torch.Tensor, int], torch.Tensor]
 """Picks a token for every request: (logits [Q, V], place in the block) -> ids [Q]."""
-
-
-class DraftRequest(msgspec.Struct, frozen=True):
-    """One request to draft for: `anchor` is its newest token, at position `length`; `state` its state row."""
-
-    anchor: int
-    length: int
-    state: int
 
 
 class Proposals(msgspec.Struct):

@@ -1,0 +1,97 @@
+"""DeepSeek models as the engine sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from lowlat.cache.groups import CacheGroup
+from lowlat.cache.layout import KVLayout
+from lowlat.layers.step import Segment, StepInputs
+from lowlat.models.base import BuildContext, DraftRequest, LoadProgress
+from lowlat.models.config import UnsupportedModelError
+from lowlat.models.deepseek_v4.caches import DeepseekCaches
+from lowlat.models.deepseek_v4.model import DeepseekV4, Options
+from lowlat.models.deepseek_v4.step import StateSegment
+
+if TYPE_CHECKING:
+    from lowlat.models.loading.checkpoint import Checkpoint
+
+
+class PageLayout(msgspec.Struct, frozen=True):
+    """Pages of `page_size` tokens, `pages` of them, and one more that padding rows may name."""
+
+    page_size: int
+    pages: int
+
+
+class ServedCaches(DeepseekCaches):
+    """`DeepseekCaches` with the layout that the engine asks for."""
+
+    layout: PageLayout
+
+
+class ServedDeepseek:
+    """A DeepSeek model in the engine: bfloat16 means the trained, quantised numerics, float32 the unquantised mode."""
+
+    def __init__(self, checkpoint: Checkpoint, build: BuildContext, progress: LoadProgress) -> None:
+        """Raises `UnsupportedModelError` where the model cannot be computed in this type or on this device."""
+        if build.platform.device.type != "cpu":
+            raise UnsupportedModelError(f"{checkpoint.name}: this family is computed on CPUs only; use --device cpu")
+        if build.dtype not in (torch.float32, torch.bfloat16):
+            raise UnsupportedModelError(f"{checkpoint.name}: dtype must be float32 or bfloat16, not {build.dtype}")
+        options = Options(quantised=build.dtype == torch.bfloat16, draft=build.draft)
+        self.model = DeepseekV4(checkpoint, build.communicator, options, progress)
+        self.config = self.model.config
+        self.draft_block = self.model.draft.block if self.model.draft is not None else 0
+
+    def cache_groups(self) -> list[CacheGroup]:
+        """Compressed entries in pages, and one record a request."""
+        page = max(1, *self.config.compress_ratios)
+        return self.make_cache(1, page, 1, 1 + self.draft_block).groups()
+
+    def kv_layout(self, pages: int, page_size: int) -> KVLayout:
+        """There is none: keys and values do not lie apart, one head a token. Raises `UnsupportedModelError`."""
+        raise UnsupportedModelError("DeepSeek's caches are not keys and values apart; kernels must name its own pages")
+
+    def make_cache(self, pages: int, page_size: int, states: int, width: int) -> ServedCaches:
+        """Caches of this rank. Raises `UnsupportedModelError` when a page does not hold whole entries."""
+        try:
+            caches = ServedCaches(
+                self.config,
+                self.model.numerics,
+                pages=pages + 1,
+                page_size=page_size,
+                states=states,
+                width=width,
+                draft=self.model.draft is not None,
+            )
+        except ValueError as error:
+            raise UnsupportedModelError(f"{error}; use another --page-size") from error
+        caches.layout = PageLayout(page_size, pages)
+        return caches
+
+    def forward(self, step: StepInputs, caches: DeepseekCaches) -> torch.Tensor:
+        """Logits [samples, vocabulary] in float32."""
+        step.segments = [_with_state(segment) for segment in step.segments]
+        return self.model.compute(step, caches).float()
+
+    def propose(self, requests: list[DraftRequest], caches: DeepseekCaches) -> list[list[int]]:
+        """The draft's greedy proposals."""
+        assert self.model.draft is not None
+        tokens: list[list[int]] = self.model.draft.propose(requests, caches).tokens.tolist()
+        return tokens
+
+
+def _with_state(segment: Segment) -> StateSegment:
+    return StateSegment(
+        first=segment.first,
+        rows=segment.rows,
+        length=segment.length,
+        slots_L=segment.slots_L,
+        run=segment.run,
+        slot=segment.slot,
+        state=segment.slot,
+    )

@@ -1,0 +1,158 @@
+"""DeepSeek-V4.1 in the engine: exact prefix hits from snapshots, chunked prefill, preemption, tensor parallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from deepseek_kit import Runner, load, some_tokens
+
+from lowlat.engine.build import build_engine
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.core import EngineCore
+from lowlat.engine.request import GenerateRequest, SamplingParams
+from lowlat.models.base import DraftRequest
+
+COUNT = 8
+
+
+def greedy(name: str, prompt: list[int], **fields: int) -> GenerateRequest:
+    sampling = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    return GenerateRequest(id=name, prompt_ids=prompt, sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def run(core: EngineCore, requests: list[GenerateRequest], late: list[GenerateRequest]) -> dict[str, list[int]]:
+    answers: dict[str, list[int]] = {}
+    for request in requests:
+        core.submit(request)
+    for turn in range(1000):
+        if turn == 5:
+            for request in late:
+                core.submit(request)
+        for output in core.turn(10):
+            answers.setdefault(output.id, []).extend(output.token_ids)
+        core.scheduler.check()
+        if not core.has_work:
+            return answers
+    raise AssertionError("the engine does not come to rest")
+
+
+def make(path: Path, **fields: object) -> EngineCore:
+    settings = {"max_batch": 3, "kv_tokens": 208, "chunk_tokens": 24, "dtype": "bfloat16"} | fields
+    return build_engine(EngineConfig(model=str(path), **settings), lambda *_: None)[0]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_v41: Path) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Prompts and the answers of lone requests."""
+    model = load(tiny_v41, draft=False)
+    prompts = {f"r{i}": some_tokens(length, seed=70 + i) for i, length in enumerate((61, 5, 40, 90))}
+    answers = {}
+    for turn in range(2):
+        for name, prompt in list(prompts.items()):
+            if turn and not name.endswith(("0", "2")):
+                continue
+            name += "t" if turn else ""
+            if turn:
+                prompts[name] = prompt = [*prompt, *answers[name[:-1]], 7, 8, 9]
+            runner, tokens = Runner(model), list(prompt)
+            logits = runner.prefill(0, tokens)
+            for _ in range(COUNT):
+                tokens.append(int(logits[-1].float().argmax()))
+                logits = runner.run(runner.rows(0, tokens[-1:], len(tokens) - 1))
+            answers[name] = tokens[len(prompt) :]
+    return prompts, answers
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_equal_lone_requests_with_hits_and_preemption(
+    tiny_v41: Path, expected: tuple[dict[str, list[int]], dict[str, list[int]]], ranks: int
+) -> None:
+    prompts, answers = expected
+    core = make(tiny_v41, tensor_parallel=ranks, threads=1)
+    try:
+        stats = core.scheduler.stats
+        assert run(core, [greedy("r0", prompts["r0"])], [])["r0"] == answers["r0"]
+        assert stats.cached_tokens == 0
+        assert run(core, [greedy("r0", prompts["r0"])], [])["r0"] == answers["r0"]
+        assert stats.cached_tokens == 48, "the prompt's whole pages"
+        assert run(core, [greedy("r0t", prompts["r0t"])], [])["r0t"] == answers["r0t"]
+        assert stats.cached_tokens == 48 + 64, "prompt and answer: 61 + 7 computed tokens, in whole pages"
+        names = ("r0", "r1", "r2")
+        found = run(core, [greedy(name, prompts[name]) for name in names], [greedy("r3", prompts["r3"], priority=3)])
+        assert found == {name: answers[name] for name in (*names, "r3")}
+        assert stats.preemptions > 0
+        assert run(core, [greedy("r2t", prompts["r2t"])], [])["r2t"] == answers["r2t"]
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize("spec", ["draft", "ngram"])
+def test_speculation_changes_no_answer_across_hits_and_preemption(
+    tiny_v41: Path, expected: tuple[dict[str, list[int]], dict[str, list[int]]], spec: str
+) -> None:
+    prompts, answers = expected
+    core = make(tiny_v41, spec=spec)
+    try:
+        stats = core.scheduler.stats
+        assert run(core, [greedy("r0", prompts["r0"])], [])["r0"] == answers["r0"]
+        assert run(core, [greedy("r0", prompts["r0"])], [])["r0"] == answers["r0"]
+        assert stats.cached_tokens == 48
+        assert run(core, [greedy("r0t", prompts["r0t"])], [])["r0t"] == answers["r0t"]
+        assert stats.cached_tokens == 48 + 64
+        names = ("r0", "r1", "r2")
+        found = run(core, [greedy(name, prompts[name]) for name in names], [greedy("r3", prompts["r3"], priority=3)])
+        assert found == {name: answers[name] for name in (*names, "r3")}
+        assert stats.preemptions > 0
+        assert run(core, [greedy("r2t", prompts["r2t"])], [])["r2t"] == answers["r2t"]
+        if spec == "draft":
+            assert stats.guessed_tokens > 100
+    finally:
+        core.close()
+
+
+class KnowingDraft:
+    """Proposes what a lone request said, with a fault here and there: acceptance of every length."""
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self.answers, self.calls = answers, 0
+
+    def __call__(self, requests: list[DraftRequest], caches: object) -> list[list[int]]:
+        proposals = []
+        for request in requests:
+            self.calls += 1
+            known = self.answers[request.state]
+            block = (known[request.length + 1 :] + [9] * 5)[:5]
+            if self.calls % 6 < 5:
+                block[self.calls % 6] = (block[self.calls % 6] + 1) % 190
+            proposals.append(block)
+        return proposals
+
+
+def test_snapshots_are_right_when_drafts_are_accepted(tiny_v41: Path) -> None:
+    """With most drafts accepted, pages end inside a step; what is resumed there equals what is computed anew."""
+    model = load(tiny_v41, draft=False)
+    prompt = some_tokens(37, seed=90)
+    runner, tokens = Runner(model), list(prompt)
+    logits = runner.prefill(0, tokens)
+    for _ in range(75):
+        tokens.append(int(logits[-1].float().argmax()))
+        logits = runner.run(runner.rows(0, tokens[-1:], len(tokens) - 1))
+    core = make(tiny_v41, spec="draft", max_batch=1)
+    try:
+        served = core.executor._run.__self__.model  # the runner's model
+        served.propose = KnowingDraft({0: tokens})
+        stats = core.scheduler.stats
+        for length in (50, 60, 71):
+            before = stats.cached_tokens, stats.accepted_tokens
+            sampling = SamplingParams(temperature=0.0, max_tokens=length - 37, ignore_eos=True)
+            request = GenerateRequest(id=f"n{length}", prompt_ids=prompt, sampling=sampling)
+            assert run(core, [request], [])[request.id] == tokens[37:length]
+            assert stats.accepted_tokens > before[1] + 3
+            sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+            request = GenerateRequest(id=f"m{length}", prompt_ids=tokens[:length], sampling=sampling)
+            before = stats.cached_tokens, stats.accepted_tokens
+            assert run(core, [request], [])[request.id] == tokens[length : length + 30]
+            assert stats.cached_tokens - before[0] == (length - 1) // 16 * 16
+    finally:
+        core.close()
