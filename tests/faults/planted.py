@@ -259,7 +259,7 @@ PLANTS = (
         "engine/scheduler.py",
         "self.cache.end(active.lease, active.tokens[: active.filled], row)",
         "self.cache.end(active.lease, active.tokens, row)",
-        f"{_SCHEDULE}test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone",
+        f"{_SCHEDULE}test_a44_a_cancel_at_every_moment_of_a_shared_prefill_leaves_others_alone",
     ),
     _plant(
         "A45",

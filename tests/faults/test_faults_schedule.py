@@ -100,6 +100,26 @@ def test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone(live):
 
 
 @pytest.mark.parametrize("width", [1, 3])
+def test_a44_a_cancel_at_every_moment_of_a_shared_prefill_leaves_others_alone(width):
+    """Cancelled after k turns, retried at once, beside others with the same prefix: no half prompt is ever found."""
+    shared = [7 + n % 40 for n in range(40)]
+    for moment in range(1, 16):
+        core, device = make_core(pages=80, chunk_tokens=8, max_context=80, width=width)
+        prompts = [[*shared, n] for n in range(3)]
+        for n, prompt in enumerate(prompts):
+            core.submit(make_request(f"r{n}", prompt, 6, ignore_eos=True))
+        early = [output for _ in range(moment) for output in core.turn()]
+        core.abort("r0")
+        core.submit(make_request("retry", prompts[0], 6, ignore_eos=True))
+        core.submit(make_request("other", [90, 91], 6, ignore_eos=True))
+        answers = drain(core, device)
+        for name, prompt in (("retry", prompts[0]), ("other", [90, 91]), ("r1", prompts[1]), ("r2", prompts[2])):
+            before = [token for output in early if output.id == name for token in output.token_ids]
+            assert before + answers.get(name, []) == solo(prompt, 6, ignore_eos=True)
+        assert core.scheduler.cache.pool.held == 0
+
+
+@pytest.mark.parametrize("width", [1, 3])
 def test_a45_priorities_preempt_and_everybody_ends_right(width):
     """Fifteen run at priority 0 in a pool that is too small for them; then several come at priority 10."""
     core, device = make_core(pages=40, page_size=4, max_batch=15, chunk_tokens=16, max_context=64, width=width)

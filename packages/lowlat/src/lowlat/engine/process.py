@@ -10,6 +10,8 @@ import time
 _STARTED = time.monotonic()  # before the imports below: they take seconds, and count as start-up
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
+import ctypes  # noqa: E402
 import gc  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
@@ -47,6 +49,8 @@ log = logging.getLogger("lowlat.engine")
 _HEARTBEAT_S = 0.25
 _STATS_S = 1.0
 _PROGRESS_S = 0.1
+_REST_S = 5.0
+"""Idle time after which freed memory goes back to the system; not at once, since the next request may want it."""
 
 
 class EngineLoop:
@@ -63,6 +67,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until `Shutdown`, or until the front is gone. Raises `ExecutorError` when a step fails."""
         idle = False
+        rested_at = 0.0
         while not self._stop:
             self._take_commands()
             if self._core.has_work:
@@ -72,6 +77,10 @@ class EngineLoop:
                 outputs = self._core.turn()
                 if not idle:
                     self._stats_at = 0.0  # gauges must show at once that nothing runs any more
+                    rested_at = time.monotonic() + _REST_S
+                elif rested_at and time.monotonic() > rested_at:
+                    rested_at = 0.0
+                    give_back_memory()
                 idle = True
             if outputs:
                 self._send(Outputs(outputs))
@@ -123,6 +132,12 @@ class EngineLoop:
 
     def _send(self, event: Event) -> None:
         self._events.send(encode(event))
+
+
+def give_back_memory() -> None:
+    """Return to the system what the C library keeps of freed memory, where it can (glibc)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def serve(config: EngineConfig, commands_address: str, events_address: str) -> int:
