@@ -103,7 +103,10 @@ class LowLatency:
             self.state = State.CHOSEN
         else:
             facts = self.host.facts
-            log.info("none of %d kernel libraries fits %s on %s", len(self._tried), facts.architecture, facts.isa)
+            if self._tried:
+                log.info("none of %d kernel libraries fits %s on %s", len(self._tried), facts.architecture, facts.isa)
+            else:
+                log.info("no kernel library is installed: the general path computes every step")
 
     def _choose(self) -> None:
         facts = self.host.facts

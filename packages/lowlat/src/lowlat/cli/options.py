@@ -37,7 +37,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
     ],
     "device": Annotated[
         Literal["auto", "cpu", "cuda"],
-        _option("--device", panel=_COMPUTE, help="Where to run; auto: a GPU if there is one."),
+        _option("--device", panel=_COMPUTE, help="Where to run. The runtime has no GPU path yet: auto means cpu."),
     ],
     "tensor_parallel": Annotated[
         int, _option("--tensor-parallel", "--tp", panel=_COMPUTE, min=1, help="Ranks that share every layer.")
@@ -84,7 +84,12 @@ ENGINE_OPTIONS: dict[str, Any] = {
         int, _option("--spec-width", panel=_COMPUTE, min=2, max=16, help="Most rows of a request in such a step.")
     ],
     "seed": Annotated[
-        int, _option("--engine-seed", panel=_COMPUTE, help="Seeds of requests that bring none are drawn from this one.")
+        int | None,
+        _option(
+            "--engine-seed",
+            panel=_COMPUTE,
+            help="Seeds of requests that bring none are drawn from this one; default: a new one at every start.",
+        ),
     ],
     "low_latency": Annotated[
         Literal["off", "auto", "require"],

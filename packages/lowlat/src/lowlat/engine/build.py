@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -84,7 +85,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
             parts.limits,
             eos_ids=frozenset(parts.facts.eos_ids),
             chunk_tokens=config.chunk_tokens,
-            seed=config.seed,
+            seed=secrets.randbits(63) if config.seed is None else config.seed,
             width=parts.width,
         )
         run = parts.runner.run
@@ -103,7 +104,10 @@ def build_rank(
     config: EngineConfig, checkpoint: Checkpoint, communicator: Communicator, progress: Progress
 ) -> RankParts:
     """Build the part of the engine that every rank has, and run a first step through it."""
-    platform = select(config.device)
+    try:
+        platform = select(config.device)
+    except ValueError as error:
+        raise SetupError(str(error)) from error
     dtype = platform.default_dtype if config.dtype == "auto" else config.dtype
     threads = config.threads or _threads(config.tensor_parallel)
     platform.set_threads(threads)
@@ -211,7 +215,9 @@ def _max_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
     if config.max_context is None:
         return limit
     if not 2 <= config.max_context <= limit:
-        raise SetupError(f"max context {config.max_context} is not within 2 and the model's own {limit}")
+        raise SetupError(
+            f"--max-context {config.max_context}: the model's own context is {limit} tokens; use 2 to {limit}"
+        )
     return config.max_context
 
 
@@ -222,7 +228,10 @@ def _pages(config: EngineConfig, max_context: int, token_bytes: int, other_bytes
         tokens = min(config.max_batch * max_context, max(0, platform.memory_available() - other_bytes) // token_bytes)
         pages = tokens // config.page_size
     if pages * config.page_size < 2:
-        raise SetupError(f"the KV pool has room for {pages} pages of {config.page_size} tokens: too few to serve")
+        raise SetupError(
+            f"the KV pool holds {pages} pages of {config.page_size} tokens, too few to serve: "
+            f"raise --kv-tokens to {max(2, config.page_size)} or more, or free memory"
+        )
     return pages
 
 

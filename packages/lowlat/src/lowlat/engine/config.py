@@ -36,8 +36,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Several guesses are checked in one step."""
     spec_width: int = 8
     """Most rows of a request in a speculative step: one, and the guesses."""
-    seed: int = 0
-    """Seeds of requests that bring none are drawn from this one."""
+    seed: int | None = None
+    """Seeds of requests that bring none are drawn from this one; None: from a new one at every start."""
     low_latency: str = "auto"
     """`off`, `auto` or `require`: whether a kernel library may replace decode steps."""
     kernels: str | None = None

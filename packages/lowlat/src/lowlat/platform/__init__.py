@@ -12,4 +12,4 @@ def select(device: str) -> Platform:
     """The platform named `device`: `auto` or `cpu`. Raises `ValueError` for a device that lowlat cannot use."""
     if device in ("auto", "cpu"):
         return CpuPlatform()
-    raise ValueError(f"device {device!r} is not supported by this version of lowlat; use --device cpu")
+    raise ValueError(f"--device {device}: this version of the runtime runs on CPUs only; use --device cpu")

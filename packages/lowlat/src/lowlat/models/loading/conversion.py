@@ -27,8 +27,9 @@ from lowlat.models.loading.safetensors_folder import SINGLE
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all (0: unknown) and what is being done."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of every fingerprint: raise it when the same file would be converted differently."""
+_READ_WHOLE = 256 << 20
 _MANIFEST = "lowlat.json"
 _STORED = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _WIDTH = {"F32": 4, "F16": 2, "BF16": 2}
@@ -40,8 +41,17 @@ def cache_root() -> Path:
 
 
 def fingerprint(file: GGUFFile) -> str:
-    """Identifies a file's content without reading all of it: size, time of change, head and samples of the data."""
+    """Identifies a file's content.
+
+    A small file is read whole, so that copies of it (an embedded model in several environments) share one conversion.
+    Of a large one, which would take seconds: size, time of change, head and samples of the data.
+    """
     status = file.path.stat()
+    if status.st_size <= _READ_WHOLE:
+        with file.path.open("rb") as data:
+            digest = hashlib.file_digest(data, "sha256")
+        digest.update(f"gguf {_FORMAT}".encode())
+        return digest.hexdigest()[:32]
     digest = hashlib.sha256(f"gguf {_FORMAT} {status.st_size} {status.st_mtime_ns}".encode())
     digest.update(file.header_bytes())
     with file.path.open("rb") as data:
