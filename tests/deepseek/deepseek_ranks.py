@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
@@ -78,7 +79,12 @@ def main(rank: int, size: int, rendezvous: str, v41: str, v4: str, out: str) -> 
     shared.mkdir(exist_ok=True)
     found = results(Path(v41), Path(v4), communicator, shared) | table_bytes(Path(v41), communicator, shared)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, str(Path(out) / f"{size}.{rank}"))
-    communicator.all_reduce(torch.ones(1))
+    if isinstance(communicator, TorchGroup):
+        # A rank that leaves while another still exchanges would break it off: all must be done first.
+        (Path(out) / f"done.{size}.{rank}").touch()
+        while not all((Path(out) / f"done.{size}.{other}").exists() for other in range(size)):
+            time.sleep(0.01)
+        communicator.close()
 
 
 if __name__ == "__main__":

@@ -62,14 +62,13 @@ class RankGroup:
 
     def close(self) -> None:
         """End the processes, by force after five seconds, and remove the folder."""
-        whole = not any(process.poll() for process in self._processes)
         for process in self._processes:
             try:
                 process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._communicator is not None and whole:  # leaving a broken group could wait for the lost rank
+        if self._communicator is not None:
             self._communicator.close()
         for path in Path(self._folder).iterdir():
             path.unlink()

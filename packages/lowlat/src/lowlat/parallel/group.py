@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Protocol
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lowlat.parallel.shard import Shard
+
+_LEAVE_S = 10.0
 
 
 class Communicator(Protocol):
@@ -45,7 +48,7 @@ class SingleRank:
 
 
 class TorchGroup:
-    """A group over torch.distributed's default process group."""
+    """A group over torch.distributed's default process group, of which a process has one at a time."""
 
     def __init__(
         self,
@@ -96,5 +99,8 @@ class TorchGroup:
             work.wait(self._timeout)
 
     def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group()
+        """Leave the group. Without it, a process may abort at its end in the group's threads."""
+        # Leaving a group that lost a rank may wait for it: that must not hold up the caller.
+        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
