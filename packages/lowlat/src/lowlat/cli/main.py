@@ -65,6 +65,18 @@ for _name, (_module, _help) in _ELSEWHERE.items():
     _add_lazily(_name, _module, _help)
 
 
+@app.command(
+    "make-checkpoint",
+    help="Write a random DeepSeek-V4 or V4.1 checkpoint in the published format, of any size.",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def make_checkpoint(context: typer.Context) -> None:
+    from lowlat.models.deepseek_v4 import make_checkpoint as maker
+
+    raise typer.Exit(maker.main(context.args))
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"lowlat {__version__}")
