@@ -35,8 +35,6 @@ def test_repeats_leave_nothing():
         for _ in range(REPEATS):
             engine.generate(prompts, sampling)
             seen.append(resident())
-        print(
-            f"\n{REPEATS * REQUESTS} requests: {seen[3]:.1f} MiB after the first {4 * REQUESTS}, {seen[-1]:.1f} at the end"
-        )
+        print(f"\n{seen[3]:.1f} MiB after {4 * REQUESTS} requests, {seen[-1]:.1f} after {REPEATS * REQUESTS}")
         assert seen[-1] < seen[3] + 2
         assert engine._core.scheduler.cache.pool.held == 0
