@@ -72,7 +72,8 @@ class AbOutcome(msgspec.Struct):
     off: dict[str, list[list[Record]]] = {}
     on: dict[str, list[list[Record]]] = {}
     covered: Covered = msgspec.field(default_factory=Covered)
-    ready_s: dict[str, list[float]] = {}
+    ready_s: dict[str, dict[int, float]] = {}
+    """By arm, and process of the server: seconds to its first ready answer."""
 
 
 async def _one_block(url: str, load: Load, model: str, block: int) -> list[Record]:
@@ -152,7 +153,7 @@ def run_ab(sides: Sides, loads: Sequence[Load], *, rounds: int, say: Say = lambd
                             after = server.low_latency_steps()
                             outcome.covered.plugin += after.get("plugin", 0.0) - before.get("plugin", 0.0)
                             outcome.covered.general += after.get("general", 0.0) - before.get("general", 0.0)
-                        outcome.ready_s.setdefault(arm, []).append(server.ready_s)
+                        outcome.ready_s.setdefault(arm, {})[server.process.pid] = server.ready_s
                 outcome.off[load.name].append(collected[False])
                 outcome.on[load.name].append(collected[True])
     return outcome
@@ -162,7 +163,7 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load]) -> list[Row
     """Rows of both arms, and for each load the speedups with intervals: decode speed, P90 interactivity, end to end."""
     rows = [
         row_from_samples(
-            sorted({round(1e3 * seconds, 1) for seconds in ready}), workload="start of the server", arm=arm,
+            [round(1e3 * seconds, 1) for seconds in ready.values()], workload="start of the server", arm=arm,
             metric="ready_ms", note="from the process to its first ready answer, polled every 100 ms",
         )
         for arm, ready in outcome.ready_s.items()
