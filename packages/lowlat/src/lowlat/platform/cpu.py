@@ -7,13 +7,13 @@ import os
 import torch
 import torch.nn.functional as F
 
-# oneDNN's plan for packed weights depends on the rows it is told to expect. Packed for 8, it is best or within noise at
-# every number of rows; packed for 1, eight rows take 1.6 times as long (docs/decisions/0102).
+# oneDNN's plan for packed weights depends on the rows it is told to expect. Packed for 1, steps of four rows and more
+# take about 1.4 times as long as packed for 8 (docs/decisions/0102).
 _PACK_ROWS = 8
 
 
 class CpuPlatform:
-    """A CPU. One to three rows cost more than four there, so steps are padded to four."""
+    """A CPU. One and two rows cost more than four there, so steps are padded to four."""
 
     name = "cpu"
     default_dtype = "float32"
