@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
 
@@ -16,15 +15,7 @@ from lowlat.engine.request import SamplingParams
 from lowlat.models.config import UnsupportedModelError
 from lowlat.offline import Engine
 from lowlat.parallel.shard import Shard
-
-
-def byte_tokenizer(size: int) -> str:
-    """A tokenizer.json of `size` single bytes."""
-    tokens = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:size]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({token: n for n, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return str(tokenizer.to_str())
+from tiny_tokenizer import byte_tokenizer
 
 
 @pytest.fixture(scope="module")

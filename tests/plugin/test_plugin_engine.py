@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers
+
+from tiny_tokenizer import byte_tokenizer
 
 pytest.importorskip("lowlat_cpu", reason="install examples/lowlat-cpu")
 from broken_cpu_kernels import CASES, spec_of
@@ -213,15 +214,6 @@ def test_ranks_in_processes_of_their_own_refuse_together_and_serve(tmp_path, mon
     assert together == alone
     with pytest.raises(SetupError, match="rank 1"):
         Engine(**settings, tensor_parallel=2, low_latency="require")
-
-
-def byte_tokenizer(size: int) -> str:
-    """A tokenizer.json of `size` single bytes."""
-    tokens = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:size]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({token: n for n, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return str(tokenizer.to_str())
 
 
 @pytest.mark.parametrize("general", [False, True])

@@ -111,11 +111,6 @@ class StepPlan(msgspec.Struct):
         """Query tokens of the step."""
         return sum(len(chunk.tokens) for chunk in self.chunks) + len(self.decodes)
 
-    @property
-    def samples(self) -> int:
-        """Tokens that the step samples: one for every chunk that ends a prompt, then one for every decode slot."""
-        return sum(chunk.sample for chunk in self.chunks) + len(self.decodes)
-
 
 def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] | None) -> None:
     """Write what ranks other than 0 need of `plan` into `record` (int32 words of one `PlanLimits`).

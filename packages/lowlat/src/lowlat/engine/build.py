@@ -14,7 +14,7 @@ from lowlat.cache.groups import bytes_per_token, pages_for, state_bytes
 from lowlat.cache.layout import KVPool, torch_dtype
 from lowlat.cache.prefix import PrefixCache
 from lowlat.cache.snapshots import Snapshots
-from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan
+from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.executor import Executor, ThreadExecutor
@@ -237,9 +237,8 @@ def _pages(config: EngineConfig, max_context: int, token_bytes: int, other_bytes
 
 def _first_step(runner: ModelRunner) -> None:
     """A prefill and a decode step on page 0, so that the first request finds everything warm and working."""
-    greedy = SlotSampling(0.0, 0, 1.0, 0, -1)
     if runner.kv.layout.page_size * runner.max_pages < 2:
         raise SetupError("a request must be able to hold at least two tokens")
     pages = list(range(pages_for(2, runner.kv.layout.page_size)))
-    runner.run(StepPlan(0, [(0, greedy)], [(0, 0, pages)], [PrefillChunk(0, 0, [0], True)], []))
+    runner.run(StepPlan(0, [(0, GREEDY)], [(0, 0, pages)], [PrefillChunk(0, 0, [0], True)], []))
     runner.run(StepPlan(1, [], [], [], [0]))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-from lowlat.engine.config import EngineConfig
 from lowlat.engine.request import EngineStats, GenerateRequest, RequestOutput
 
 
@@ -101,4 +100,3 @@ Event = Starting | Ready | Outputs | Stats | Reply | Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_event = msgspec.msgpack.Decoder(Event).decode
-decode_config = msgspec.msgpack.Decoder(EngineConfig).decode

@@ -10,14 +10,13 @@ from lowlat.bench.arms.base import ArmUnavailableError, StepCase
 from lowlat.bench.arms.torch_step import time_cpu
 from lowlat.bench.random_checkpoint import RandomCheckpoint
 from lowlat.cache.groups import pages_for
-from lowlat.engine.batch import PrefillChunk, SlotSampling, StepPlan
+from lowlat.engine.batch import GREEDY, PrefillChunk, StepPlan
 from lowlat.engine.build import SetupError, build_rank
 from lowlat.engine.config import EngineConfig
 from lowlat.models.config import UnsupportedModelError
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.parallel.group import SingleRank
 
-_GREEDY = SlotSampling(0.0, 0, 1.0, 0, -1)
 _PAGE = 16
 
 
@@ -87,7 +86,7 @@ class GeneralArm:
     def _fill(self, pages_each: int) -> None:
         """Compute the context of every request, in chunks as the scheduler would."""
         for slot in range(self._case.requests):
-            begins = [(slot, _GREEDY)]
+            begins = [(slot, GREEDY)]
             pages = [(slot, 0, list(range(slot * pages_each, (slot + 1) * pages_each)))]
             for start in range(0, self._case.context, 512):
                 end = min(start + 512, self._case.context)
