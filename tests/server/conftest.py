@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from server_kit import Live, live_server
@@ -9,3 +10,9 @@ def live() -> Iterator[Live]:
     """A server whose engine repeats the prompt, one token a millisecond; its context is 128 tokens."""
     with live_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def documented() -> str:
+    """What docs/http-api.md says."""
+    return (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")

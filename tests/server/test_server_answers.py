@@ -297,6 +297,8 @@ def test_the_description_names_every_route_and_its_forms(live):
     assert set(document["paths"]) == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/tokenize",
+        "/v1/detokenize",
         "/v1/models",
         "/v1/models/{name}",
         "/v1/info",

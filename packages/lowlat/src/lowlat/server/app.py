@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lowlat.server import admin, cancel, chat, completions, health, info, models
+from lowlat.server import admin, cancel, chat, completions, health, info, models, tokenize
 from lowlat.server.errors import ApiError, unexpected
 from lowlat.server.gate import Gate
 from lowlat.server.openapi import describe
@@ -21,7 +21,15 @@ from lowlat.server.state import ServerState
 
 def create_app(state: ServerState) -> ASGIApp:
     """What clients use; with `/metrics` and the admin routes too, unless these have a port of their own."""
-    families = [completions.router, chat.router, models.router, info.router, cancel.router, health.router]
+    families = [
+        completions.router,
+        chat.router,
+        tokenize.router,
+        models.router,
+        info.router,
+        cancel.router,
+        health.router,
+    ]
     if state.settings.admin_port is None:
         families += _ADMIN
     return _application(state, families)

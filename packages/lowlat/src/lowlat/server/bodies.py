@@ -15,6 +15,7 @@ from lowlat.server.errors import ApiError, bad_field
 from lowlat.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions, Unsupported
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Form = TypeVar("Form", bound=msgspec.Struct)
 
 _WHERE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>.*?)`")
@@ -57,28 +58,37 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large", close=True)
 
 
-def decode_body(data: bytes, form: type[Body]) -> Body:
-    """Decode and check one body.
+def decode_struct(data: bytes, form: type[Form]) -> Form:
+    """Decode one body of any form.
 
     Raises:
         ApiError: 400; `param` is the field, such as `temperature` or `messages[0].content`.
     """
     try:
-        body: Body = _decoder(form).decode(data)
+        body: Form = _decoder(form).decode(data)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _explain_malformed(data, str(error)) from None
+    for number, message in enumerate(getattr(body, "messages", None) or []):
+        _refuse_unsupported(message, f"messages[{number}].")
+    return body
+
+
+def decode_body(data: bytes, form: type[Body]) -> Body:
+    """Decode and check the body of a generating route.
+
+    Raises:
+        ApiError: 400, as `decode_struct`.
+    """
+    body = decode_struct(data, form)
     _refuse_unsupported(body, "")
     if body.stream_options is not None:
         _refuse_unsupported(body.stream_options, "stream_options.")
         if not body.stream:
             raise bad_field("stream_options", "only allowed with stream: true")
-    if isinstance(body, ChatRequest):
-        for number, message in enumerate(body.messages):
-            _refuse_unsupported(message, f"messages[{number}].")
     return body
 
 

@@ -14,16 +14,21 @@ from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
 from lowlat.server.info import Info
 from lowlat.server.requests import ChatRequest, CompletionRequest
+from lowlat.server.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from lowlat_plugin import Report
 
 _BODIES: dict[str, type] = {
     "create_completion": CompletionRequest,
     "create_chat_completion": ChatRequest,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
     "set_low_latency": LowLatencySwitch,
 }
 _ANSWERS: dict[str, type] = {
     "create_completion": Completion,
     "create_chat_completion": ChatCompletion,
+    "tokenize": Tokenized,
+    "detokenize": Detokenized,
     "list_models": ModelList,
     "get_model": Model,
     "info": Info,
@@ -36,6 +41,8 @@ _ANSWERS: dict[str, type] = {
 _REFUSALS = {
     "create_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "create_chat_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "tokenize": (400, 401, 403, 404, 408, 413, 503),
+    "detokenize": (400, 401, 403, 404, 408, 413, 503),
     "list_models": (400, 401, 403, 503),
     "info": (400, 401, 403, 503),
     "get_model": (400, 401, 403, 404, 503),

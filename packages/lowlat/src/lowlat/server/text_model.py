@@ -27,22 +27,25 @@ class TextModel(msgspec.Struct, kw_only=True, frozen=True):
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw text, in a thread if it is long; possibly none."""
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
     async def encode_text(self, text: str, where: str) -> list[int]:
         """Ids of a raw prompt, BOS included where the model wants one.
 
         Raises:
             ApiError: 400; no ids come out.
         """
-        if len(text) < LONG_TEXT:
-            ids = self.tokenizer.encode(text)
-        else:
-            ids = await asyncio.to_thread(self.tokenizer.encode, text)
+        ids = await self.encode(text)
         if not ids:
             raise bad_field(where, "no token comes out of this text")
         return ids
 
-    async def encode_chat(self, messages: list[Message]) -> list[int]:
-        """Ids of a chat with the model's template, ready for the assistant's answer.
+    async def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a chat with the model's template; with `add_generation_prompt` ready for the assistant's answer.
 
         Raises:
             ApiError: 400; the model has no template, or it refuses the messages.
@@ -58,9 +61,9 @@ class TextModel(msgspec.Struct, kw_only=True, frozen=True):
         plain = [_plain(message) for message in messages]
         try:
             if sum(len(message["content"]) for message in plain) < LONG_TEXT:
-                ids = template.encode(plain, self.tokenizer)
+                ids = template.encode(plain, self.tokenizer, add_generation_prompt)
             else:
-                ids = await asyncio.to_thread(template.encode, plain, self.tokenizer)
+                ids = await asyncio.to_thread(template.encode, plain, self.tokenizer, add_generation_prompt)
         except ChatTemplateError as error:
             raise bad_field("messages", str(error)) from None
         if not ids:
