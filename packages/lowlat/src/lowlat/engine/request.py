@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -16,12 +17,32 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must look like. Doors prove that it compiles within their limits before the engine sees it.
+
+    The kinds, and what `text` holds:
+
+    - `json_object`: any JSON object; `text` is empty.
+    - `json_schema`: a JSON schema, as JSON. Properties that it does not name are not allowed unless it says so.
+    - `regex`: a regular expression that the whole answer matches.
+    - `ebnf`: a grammar in GBNF, llama.cpp's form of EBNF, whose first rule is `root`.
+    - `choice`: a JSON list of texts, of which the answer is one.
+    - `structural_tag`: an XGrammar structural tag, as JSON: free text with parts that follow grammars (tool calls).
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens of one request are chosen.
 
     Doors validate user input; the engine trusts these values. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and
-    `min_p` 0 switch those filters off. Logits are changed in this order: bias, penalties, `min_tokens`, temperature,
-    top-k, top-p, min-p. Log-probabilities are the model's own, taken before all of these.
+    `min_p` 0 switch those filters off. Logits are changed in this order: bias, penalties, `min_tokens`, grammar,
+    temperature, top-k, top-p, min-p. Log-probabilities are the model's own, taken before all of these.
     """
 
     max_tokens: int = 16
@@ -44,6 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    """Tokens that would break it cannot be chosen. A whole answer ends with an end-of-sequence token."""
     logprobs: int | None = None
     """None: no log-probabilities; 0: the chosen token's; n: and those of the n most likely tokens."""
     speculate: bool = True

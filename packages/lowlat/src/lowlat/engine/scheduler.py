@@ -70,6 +70,8 @@ class Scheduler:
                 f"prompt of {len(request.prompt_ids)} tokens with max_tokens {request.sampling.max_tokens}: "
                 f"the prompt must have a token, and both together at most {limit}"
             )
+        if request.sampling.grammar is not None:
+            raise ValueError("grammar: this engine cannot follow grammars yet")
         arrival = next(self._arrivals)
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else (self._seed + arrival + 1) * _SEED_MULTIPLIER
