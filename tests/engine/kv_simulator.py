@@ -11,6 +11,7 @@ from collections import deque
 
 from lowlat.cache.pages import Owner
 from lowlat.cache.prefix import PrefixCache
+from lowlat.cache.windows import WindowPages, most_pages
 from lowlat.engine.batch import GREEDY, PlanLimits, StepPlan
 from lowlat.engine.core import EngineCore
 from lowlat.engine.executor import StepResult
@@ -47,8 +48,13 @@ def solo_answer(request: GenerateRequest) -> list[int]:
 class KVSimulator:
     """An executor that runs a step when it is launched and gives its result when it is collected."""
 
-    def __init__(self, cache: PrefixCache, limits: PlanLimits) -> None:
+    def __init__(self, cache: PrefixCache, limits: PlanLimits, window: int = 0) -> None:
+        """`window`: tokens that a row of a layer with a window sees, its own included; 0: there are no such layers."""
         self.cache = cache
+        self.window = window
+        self.window_kv: dict[int, tuple[int, int]] = {}
+        """Slot of a window page -> (position, digest of the tokens up to it)."""
+        self.window_tables: list[dict[int, int]] = [{} for _ in range(limits.max_batch)]
         self.size = cache.page_size
         self.kv: dict[int, tuple[int, int]] = {}
         """KV slot -> (token, digest of the tokens up to it)."""
@@ -79,14 +85,27 @@ class KVSimulator:
             raise AssertionError("a row writes a cached page")
         self.kv[place] = (token, digest)
         self.rows += 1
+        if self.window:
+            self.look_back(slot, position, digest)
         return digest
+
+    def look_back(self, slot: int, position: int, digest: int) -> None:
+        """Write the row's entry to its window page, and check that every token it sees through the window is there."""
+        table, size = self.window_tables[slot], self.size
+        self.window_kv[table[position // size] * size + position % size] = (position, digest)
+        for seen in range(max(0, position + 1 - self.window), position + 1):
+            entry = (seen, self.kv[self.slot_of(slot, seen)][1])
+            assert self.window_kv[table[seen // size] * size + seen % size] == entry, "a window holds another token"
 
     def launch(self, plan: StepPlan) -> None:
         for slot, sampling in plan.begins:
             self.tables[slot] = [-1] * len(self.tables[slot])
+            self.window_tables[slot] = {}
             self.sampling[slot] = sampling
         for slot, first, pages in plan.pages:
             self.tables[slot][first : first + len(pages)] = pages
+        for slot, first, pages in plan.windows:
+            self.window_tables[slot].update(enumerate(pages, start=first))
         sampled: list[tuple[int, int]] = []
         scores = [
             [TokenLogprobs(float(token), 1, [], []) for token in chunk.targets if token >= 0]
@@ -154,13 +173,21 @@ def make_core(
     max_context: int = 64,
     prefix_cache: bool = True,
     width: int = 1,
+    window: int = 0,
+    window_pages: int | None = None,
 ) -> tuple[EngineCore, KVSimulator]:
+    """`window_pages` None: as many as all requests can need at a time, and half of that for prefixes."""
     limits = PlanLimits(
         max_batch=max_batch, max_rows=chunk_tokens + max_batch, max_pages=min(-(-max_context // page_size), pages)
     )
-    cache = PrefixCache(pages, page_size, enabled=prefix_cache)
+    windows = None
+    if window:
+        span = max(chunk_tokens, (run_ahead + 1) * width)
+        needed = max_batch * most_pages(page_size, window, span)
+        windows = WindowPages(window_pages or needed * 3 // 2, page_size, window, span)
+    cache = PrefixCache(pages, page_size, enabled=prefix_cache, windows=windows)
     scheduler = Scheduler(cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0, width=width)
-    device = KVSimulator(cache, limits)
+    device = KVSimulator(cache, limits, window)
     return EngineCore(scheduler, device, run_ahead=run_ahead), device
 
 

@@ -82,6 +82,8 @@ class Events:
         assert pool.held == 0
         assert pool.free + pool.cached == pool.total
         assert self.scheduler.cache.tree.locked_pages == 0
+        windows = self.scheduler.cache.windows
+        assert windows is None or windows.in_use == windows.reserved == 0
 
 
 SHAPES = [
@@ -90,16 +92,24 @@ SHAPES = [
     {"pages": 5, "page_size": 16, "max_batch": 8, "chunk_tokens": 64},
     {"pages": 40, "page_size": 4, "max_batch": 4, "chunk_tokens": 8, "width": 4},
     {"pages": 80, "page_size": 1, "max_batch": 3, "chunk_tokens": 5, "width": 7},
+    {"pages": 40, "page_size": 4, "max_batch": 4, "chunk_tokens": 8, "window": 7, "run_ahead": 3},
+    {"pages": 80, "page_size": 1, "max_batch": 3, "chunk_tokens": 5, "window": 6, "window_pages": 20, "run_ahead": 3},
+    {"pages": 60, "page_size": 4, "max_batch": 4, "chunk_tokens": 5, "window": 1, "width": 4, "run_ahead": 3},
+    {"pages": 40, "page_size": 2, "max_batch": 4, "chunk_tokens": 8, "window": 9, "width": 3, "run_ahead": 3},
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"page{shape['page_size']} width{shape.get('width', 1)}")
+@pytest.mark.parametrize(
+    "shape",
+    SHAPES,
+    ids=lambda shape: " ".join(f"{name}{shape.get(name, 0)}" for name in ("page_size", "width", "window")),
+)
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_ten_thousand_random_events(shape: dict[str, int], depth: int):
+def test_thousands_of_random_events(shape: dict[str, int], depth: int):
     rng = random.Random(depth)
     events = Events(**shape)
     bases = [[rng.randrange(2) for _ in range(40)] for _ in range(3)]
-    for _ in range(10_000):
+    for _ in range(3_000 if "window" in shape else 10_000):
         kind = rng.random()
         if kind < 0.12 and len(events.live) < 12:
             prompt = rng.choice(bases)[: rng.randrange(1, 40)] + [rng.randrange(2) for _ in range(rng.randrange(4))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class Owner(enum.IntEnum):
@@ -28,10 +28,12 @@ class PagePool:
     Moving a page between owners checks the old owner: freeing twice or adopting a free page raises `ValueError`.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, freed: Callable[[int], None] | None = None) -> None:
+        """`freed` is called with every page that nobody owns any more."""
         if total < 1:
             raise ValueError(f"a page pool needs at least one page, not {total}")
         self.total = total
+        self._freed = freed
         self._owner = bytearray(total)
         self._free = list(range(total - 1, -1, -1))
         self._sorted = True
@@ -62,9 +64,7 @@ class PagePool:
     def give_back(self, pages: Iterable[int]) -> None:
         """Free pages that a request held."""
         for page in pages:
-            self._move(page, Owner.HELD, Owner.FREE)
-            self._free.append(page)
-            self._sorted = False
+            self._free_page(page, Owner.HELD)
             self.held -= 1
 
     def adopt(self, pages: Iterable[int]) -> None:
@@ -77,9 +77,7 @@ class PagePool:
     def evict(self, pages: Iterable[int]) -> None:
         """Free pages that the prefix tree owned."""
         for page in pages:
-            self._move(page, Owner.CACHED, Owner.FREE)
-            self._free.append(page)
-            self._sorted = False
+            self._free_page(page, Owner.CACHED)
             self.cached -= 1
 
     def owner(self, page: int) -> Owner:
@@ -92,6 +90,13 @@ class PagePool:
         assert counts == [self.free, self.held, self.cached], (counts, self.free, self.held, self.cached)
         assert len(set(self._free)) == self.free, "a page is free twice"
         assert all(self._owner[page] == Owner.FREE for page in self._free)
+
+    def _free_page(self, page: int, old: Owner) -> None:
+        self._move(page, old, Owner.FREE)
+        self._free.append(page)
+        self._sorted = False
+        if self._freed is not None:
+            self._freed(page)
 
     def _move(self, page: int, old: Owner, new: Owner) -> None:
         if self._owner[page] != old:

@@ -12,6 +12,7 @@ from lowlat.cache.groups import pages_for
 from lowlat.cache.pages import OutOfPagesError, PagePool
 from lowlat.cache.radix import Node, RadixTree
 from lowlat.cache.snapshots import Snapshots
+from lowlat.cache.windows import WindowPages, WindowSpan
 
 
 class Lease:
@@ -20,7 +21,7 @@ class Lease:
     `private` pages belong to the request; the others belong to the prefix tree, where `node` is locked for them.
     """
 
-    __slots__ = ("cached_tokens", "node", "pages", "private", "restore", "salt")
+    __slots__ = ("cached_tokens", "node", "pages", "private", "restore", "salt", "window")
 
     def __init__(self, pages: list[int], node: Node, cached_tokens: int, salt: str) -> None:
         self.pages = pages
@@ -30,18 +31,30 @@ class Lease:
         self.salt = salt
         self.restore = -1
         """State row to copy into the request's slot before its first step; -1: none."""
+        self.window: WindowSpan | None = None
+        """Its window pages, where layers have a window."""
 
 
 class PrefixCache:
     """Page pool and prefix tree together.
 
     `enabled` false keeps the books but never shares anything. With `snapshots` (models that keep state for a request)
-    a prefix is found only up to where a snapshot of its state was kept.
+    a prefix is found only up to where a snapshot of its state was kept; with `windows` (models with sliding windows)
+    only up to where the window before it is still there.
     """
 
-    def __init__(self, pages: int, page_size: int, *, enabled: bool = True, snapshots: Snapshots | None = None) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        enabled: bool = True,
+        snapshots: Snapshots | None = None,
+        windows: WindowPages | None = None,
+    ) -> None:
         self.page_size = page_size
-        self.pool = PagePool(pages)
+        self.windows = windows
+        self.pool = PagePool(pages, windows.forget if windows is not None else None)
         self.snapshots = snapshots if enabled else None
         self.tree = RadixTree(self.pool, page_size, self.snapshots)
         self.enabled = enabled
@@ -62,8 +75,13 @@ class PrefixCache:
             while node.parent is not None and node.snapshot < 0:
                 del pages[len(pages) - len(node.pages) :]
                 node = node.parent
+        known = len(pages)
+        if self.windows is not None and (reach := self.windows.reach(pages)) < known:
+            pages, node = self.tree.match(tokens[: reach * self.page_size], salt)
         self.tree.lock(node)
         lease = Lease(pages, node, len(pages) * self.page_size, salt)
+        if self.windows is not None:
+            lease.window = self.windows.begin(pages, known)
         if self.snapshots is not None and pages:
             lease.restore = self.snapshots.use(node)
         return lease
@@ -71,6 +89,13 @@ class PrefixCache:
     def missing(self, lease: Lease, tokens: int) -> int:
         """Pages that `lease` lacks to hold `tokens` tokens."""
         return max(0, pages_for(tokens, self.page_size) - len(lease.pages))
+
+    def fits(self, lease: Lease, tokens: int) -> bool:
+        """Whether `extend` to `tokens` tokens would succeed."""
+        if self.windows is not None and lease.window is not None:
+            if self.windows.missing(lease.window, tokens) > self.windows.available:
+                return False
+        return self.missing(lease, tokens) <= self.available
 
     def extend(self, lease: Lease, tokens: int) -> int:
         """Let `lease` hold `tokens` tokens; returns how many pages were added.
@@ -84,12 +109,21 @@ class PrefixCache:
         if shortage > 0:
             if shortage > self.tree.evictable:
                 raise OutOfPagesError(shortage - self.tree.evictable)
+        if self.windows is not None and lease.window is not None:
+            self.windows.reserve(lease.window, tokens)
+        if shortage > 0:
             # A little more than needed, so that a full pool does not search the tree in every step.
             self.tree.evict(min(self.tree.evictable, max(shortage, self.pool.total // 128)))
         pages = self.pool.take(count)
         lease.pages.extend(pages)
         lease.private.update(pages)
         return count
+
+    def slide(self, lease: Lease, start: int, end: int) -> tuple[int, list[int]] | None:
+        """See `WindowPages.slide`; None for models without windows."""
+        if self.windows is None or lease.window is None:
+            return None
+        return self.windows.slide(lease.window, lease.pages, start, end)
 
     def share(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Offer the pages of `tokens`, whose keys and values are computed, to later requests."""
@@ -100,6 +134,8 @@ class PrefixCache:
         self.tree.lock(node)
         self.tree.unlock(lease.node)
         lease.node = node
+        if lease.window is not None:
+            lease.window.keep.update(range(lease.window.first, lease.window.end))
 
     def keep_state(self, lease: Lease, row: int) -> None:
         """Attach a state row, copied at the end of the last whole page that `lease` shared, to that prefix."""
@@ -117,6 +153,12 @@ class PrefixCache:
         self.share(lease, tokens)
         if state_row >= 0:
             self.keep_state(lease, state_row)
+        if self.windows is not None and lease.window is not None:
+            self.windows.end(lease.window, lease.pages)
+            # Where the tree has pages of its own for these tokens, it takes over what is attached to the request's.
+            for page, heir in zip(lease.pages, self.tree.path(lease.node), strict=False):
+                if page != heir:
+                    self.windows.hand_over(page, heir)
         self.tree.unlock(lease.node)
         self.pool.give_back(lease.private)
         lease.pages = []
@@ -128,4 +170,6 @@ class PrefixCache:
         self.tree.check()
         if self.snapshots is not None:
             self.snapshots.check()
+        if self.windows is not None:
+            self.windows.check()
         assert self.pool.free + self.pool.cached + self.pool.held == self.pool.total

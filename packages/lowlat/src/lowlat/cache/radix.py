@@ -67,6 +67,16 @@ class RadixTree:
             position += len(child.tokens)
             node = child
 
+    @staticmethod
+    def path(node: Node) -> list[int]:
+        """All pages from the root to the end of `node`."""
+        parts = []
+        walk: Node | None = node
+        while walk is not None:
+            parts.append(walk.pages)
+            walk = walk.parent
+        return [page for part in reversed(parts) for page in part]
+
     def lock(self, node: Node) -> None:
         """Protect `node` and its ancestors from eviction, once more."""
         walk: Node | None = node

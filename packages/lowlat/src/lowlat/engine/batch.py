@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-_HEADER = 8
+_HEADER = 9
 _SAMPLES, _SCORES = 1, 2
 
 
@@ -24,6 +24,8 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill tokens and decode rows in one step."""
     max_pages: int
     """Page-table entries of one request."""
+    max_window_pages: int = 0
+    """Entries of one request in its table of window pages that a plan may bring; 0: no layer has a window."""
 
     @property
     def page_budget(self) -> int:
@@ -37,7 +39,8 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
         pages = 2 * self.max_batch * 3 + self.page_budget
         chunks = self.max_batch * 4 + self.max_rows
         copies = 2 * 2 * self.max_batch
-        return _HEADER + begins + pages + chunks + self.max_batch + copies
+        windows = self.max_batch * (3 + self.max_window_pages) if self.max_window_pages else 0
+        return _HEADER + begins + pages + chunks + self.max_batch + copies + windows
 
 
 class SlotSampling(msgspec.Struct, frozen=True):
@@ -105,6 +108,8 @@ class StepPlan(msgspec.Struct):
     """(state row, slot): copies of per-request state to make before the step."""
     saves: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """(slot, state row): copies to make after it, of slots whose sequence has grown past the end of a page."""
+    windows: list[tuple[int, int, list[int]]] = msgspec.field(default_factory=list)
+    """As `pages`, for the tables of window pages; entries that the window has passed are never taken back."""
 
     @property
     def rows(self) -> int:
@@ -123,7 +128,7 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
     for slot, _ in plan.begins:
         record[position] = slot
         position += 1
-    for slot, first, pages in plan.pages:
+    for slot, first, pages in plan.pages + plan.windows:
         record[position : position + 3] = (slot, first, len(pages))
         record[position + 3 : position + 3 + len(pages)] = pages
         position += 3 + len(pages)
@@ -147,19 +152,21 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
         same,
         plan.general,
         len(plan.restores) << 16 | len(plan.saves),
+        len(plan.windows),
     )
 
 
 def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepPlan:
     """Read what `encode_plan` wrote; `previous_decodes` as there. Settings are greedy, targets are -1."""
-    step, begin_count, page_count, chunk_count, decode_count, same, general, copies = record[:_HEADER].tolist()
+    header = record[:_HEADER].tolist()
+    step, begin_count, page_count, chunk_count, decode_count, same, general, copies, window_count = header
     position = _HEADER
     begins = []
     for _ in range(begin_count):
         begins.append((int(record[position]), GREEDY))
         position += 1
     pages = []
-    for _ in range(page_count):
+    for _ in range(page_count + window_count):
         slot, first, count = record[position : position + 3].tolist()
         pages.append((slot, first, record[position + 3 : position + 3 + count].tolist()))
         position += 3 + count
@@ -179,4 +186,5 @@ def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepP
     restore_count, save_count = copies >> 16, copies & 0xFFFF
     pairs = [tuple(pair) for pair in record[position:][: 2 * (restore_count + save_count)].reshape(-1, 2).tolist()]
     restores, saves = pairs[:restore_count], pairs[restore_count:]
-    return StepPlan(step, begins, pages, chunks, decodes, bool(general), restores, saves)
+    windows, pages = pages[page_count:], pages[:page_count]
+    return StepPlan(step, begins, pages, chunks, decodes, bool(general), restores, saves, windows)

@@ -127,8 +127,10 @@ class Scheduler:
         plan = StepPlan(self._step, [], [], [], [])
         launch = Launch(self._step)
         for active in decoding:
-            self._send_pages(active, plan)
-            active.launched = min(active.launched + active.width, active.end)
+            end = min(active.launched + active.width, active.end)
+            # Of guesses in flight, none may turn out right.
+            self._send_pages(active, plan, max(active.prefill_end, active.filled + active.in_flight), end)
+            active.launched = end
             active.launched_samples += 1
             active.in_flight += 1
             active.last_step = self._step
@@ -206,7 +208,7 @@ class Scheduler:
         if not self._slots:
             return True
         lease = self._lease(waiting)
-        blocked = self.cache.missing(lease, len(waiting.tokens)) > self.cache.available
+        blocked = not self.cache.fits(lease, len(waiting.tokens))
         self.cache.end(lease, [])
         return blocked
 
@@ -253,7 +255,7 @@ class Scheduler:
                 continue
             lease = self._lease(active)
             missing = self.cache.missing(lease, len(active.tokens))
-            if missing > self.cache.available or len(lease.pages) + missing > page_budget:
+            if not self.cache.fits(lease, len(active.tokens)) or len(lease.pages) + missing > page_budget:
                 self.cache.end(lease, [])
                 return
             self.cache.extend(lease, len(active.tokens))
@@ -282,12 +284,12 @@ class Scheduler:
 
     def _add_chunk(self, active: ActiveRequest, plan: StepPlan, launch: Launch, rows: int) -> int:
         """Plan the next prefill chunk of a request, of at most `rows` tokens; returns how many it took."""
-        self._send_pages(active, plan)
         start = active.launched
         end = min(active.prefill_end, start + rows)
         whole = active.prefill_end - active.prefill_end % self.cache.page_size
         if self.cache.snapshots is not None and start < whole < end:
             end = whole  # the state is kept where the prompt's last whole page ends, so a step must end there
+        self._send_pages(active, plan, start, end)
         sampling = active.request.sampling
         sample = end == active.prefill_end and sampling.max_tokens > 0
         targets = active.targets(start, end)
@@ -335,14 +337,16 @@ class Scheduler:
             snapshots.give_back(active.marks.pop(min(active.marks)))
         active.marks[end] = row
 
-    @staticmethod
-    def _send_pages(active: ActiveRequest, plan: StepPlan) -> None:
-        """Tell the device the page-table entries that it does not know yet."""
+    def _send_pages(self, active: ActiveRequest, plan: StepPlan, start: int, end: int) -> None:
+        """Tell the device the page-table entries that it does not know yet, for rows from position `start` to `end`."""
         assert active.lease is not None
         pages = active.lease.pages
         if active.sent_pages < len(pages):
             plan.pages.append((active.slot, active.sent_pages, pages[active.sent_pages :]))
             active.sent_pages = len(pages)
+        window_pages = self.cache.slide(active.lease, start, end)
+        if window_pages is not None:
+            plan.windows.append((active.slot, *window_pages))
 
     def _preempt(self, victim: ActiveRequest) -> None:
         """Take a request's slot and pages; it waits again, at its old place in the order."""
