@@ -92,10 +92,9 @@ class PrefixCache:
 
     def fits(self, lease: Lease, tokens: int) -> bool:
         """Whether `extend` to `tokens` tokens would succeed."""
-        if self.windows is not None and lease.window is not None:
-            if self.windows.missing(lease.window, tokens) > self.windows.available:
-                return False
-        return self.missing(lease, tokens) <= self.available
+        windows, span = self.windows, lease.window
+        has_window = windows is None or span is None or windows.missing(span, tokens) <= windows.available
+        return has_window and self.missing(lease, tokens) <= self.available
 
     def extend(self, lease: Lease, tokens: int) -> int:
         """Let `lease` hold `tokens` tokens; returns how many pages were added.
@@ -106,9 +105,8 @@ class PrefixCache:
         if count <= 0:
             return 0
         shortage = count - self.pool.free
-        if shortage > 0:
-            if shortage > self.tree.evictable:
-                raise OutOfPagesError(shortage - self.tree.evictable)
+        if shortage > max(0, self.tree.evictable):
+            raise OutOfPagesError(shortage - self.tree.evictable)
         if self.windows is not None and lease.window is not None:
             self.windows.reserve(lease.window, tokens)
         if shortage > 0:

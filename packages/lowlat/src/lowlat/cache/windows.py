@@ -1,10 +1,10 @@
 """Pages of layers with a sliding window: a second pool, whose pages come and go as windows pass.
 
-A page of the first pool stands for the same tokens in every cache group. A window page may be *attached* to it: it holds
-those tokens' keys and values in the layers with a window. Attached pages are in use while the window of a request may
-reach them, and idle afterwards: who needs a page takes a free one, then an idle one that nobody asked to keep, then the
-one kept longest. So what was a prefix's end stays as long as there is room, and a prefix can be resumed where the pages
-of a whole window before it are attached.
+A page of the first pool stands for the same tokens in every cache group. A window page may be *attached* to it: it
+holds those tokens' keys and values in the layers with a window. Attached pages are in use while the window of a request
+may reach them, and idle afterwards: who needs a page takes a free one, then an idle one that nobody asked to keep, then
+the one kept longest. So what was a prefix's end stays as long as there is room, and a prefix can be resumed where the
+pages of a whole window before it are attached.
 
 A page may be given away at once when a window has passed it: plans are executed in order, so the last step that reads
 it runs before a later plan writes it.
