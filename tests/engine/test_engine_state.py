@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from kv_simulator import EOS, KVSimulator, drain, make_request, solo_answer
 from test_engine_accounting import Events
 
 from lowlat.cache.prefix import PrefixCache
+from lowlat.cache.rules import PrefillRules
 from lowlat.cache.snapshots import Snapshots
 from lowlat.engine.batch import PlanLimits, StepPlan, decode_plan, encode_plan
 from lowlat.engine.core import EngineCore
@@ -21,16 +23,20 @@ WINDOW, WIDTH = 3, 4
 class StateSimulator(KVSimulator):
     """A device whose every row also needs a window of its own before it, in a ring that its slot holds."""
 
-    def __init__(self, cache: PrefixCache, limits: PlanLimits) -> None:
+    def __init__(self, cache: PrefixCache, limits: PlanLimits, rules: PrefillRules) -> None:
         super().__init__(cache, limits)
         self.rings: dict[int, dict[int, tuple[int, int]]] = {}
         self.restored = 0
+        self.rules = rules
+        # Room for a window, and for the guesses of a step or the tokens that a saved state reaches back over.
+        self.places = WINDOW + max(WIDTH - 1, rules.state_reach)
+        self.begun: dict[int, int] = {}
+        self.short_last_chunks = self.cut_last_chunks = self.saved_late = 0
 
     def compute(self, slot: int, position: int, token: int) -> int:
         digest = super().compute(slot, position, token)
         ring = self.rings.setdefault(slot, {})
-        # Room for a window and for the guesses of a step, as a model's rings have.
-        places = WINDOW + WIDTH - 1
+        places = self.places
         for before in range(max(0, position - WINDOW), position):
             expected = (before, self.kv[self.slot_of(slot, before)][1])
             assert ring.get(before % places) == expected, "the slot holds another request's state"
@@ -42,12 +48,20 @@ class StateSimulator(KVSimulator):
             self.rings[slot] = dict(self.rings[row])
             self.restored += 1
         before = self.lengths.copy()
+        begins = {slot for slot, _ in plan.begins}
         for chunk in plan.chunks:
             before[chunk.slot] = chunk.start
+            if chunk.slot in begins:
+                self.begun[chunk.slot] = chunk.start
+            if chunk.sample and len(chunk.tokens) < self.rules.last_chunk:
+                assert chunk.start == self.begun[chunk.slot], "a last chunk is short though more was to compute"
+                self.short_last_chunks += 1
+            self.cut_last_chunks += chunk.sample and chunk.start > self.begun[chunk.slot]
         super().launch(plan)
         for slot, row in plan.saves:
             if self.lengths[slot] // self.size > before[slot] // self.size:
                 self.rings[row] = dict(self.rings[slot])
+                self.saved_late += self.lengths[slot] % self.size > 0
 
 
 def make_state_core(
@@ -58,30 +72,36 @@ def make_state_core(
     chunk_tokens: int = 8,
     snapshots: int = 20,
     width: int = 1,
+    rules: PrefillRules | None = None,
 ) -> tuple[EngineCore, StateSimulator]:
+    rules = rules or PrefillRules()
     limits = PlanLimits(
         max_batch=max_batch, max_rows=chunk_tokens + max_batch * width, max_pages=min(-(-64 // page_size), pages)
     )
     cache = PrefixCache(pages, page_size, snapshots=Snapshots(max_batch, snapshots))
-    scheduler = Scheduler(cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0, width=width)
-    device = StateSimulator(cache, limits)
+    scheduler = Scheduler(
+        cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0, width=width, rules=rules
+    )
+    device = StateSimulator(cache, limits, rules)
     return EngineCore(scheduler, device, run_ahead=1), device
 
 
 class StateEvents(Events):
-    def __init__(self, **shape: int) -> None:
+    def __init__(self, **shape: Any) -> None:
         super().__init__()
         self.core, self.device = make_state_core(**shape)
         self.scheduler = self.core.scheduler
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("snapshots", [1, 6, 40])
+@pytest.mark.parametrize(("snapshots", "last_chunk"), [(1, 1), (6, 1), (40, 1), (6, 5)])
 @pytest.mark.parametrize("width", [1, WIDTH])
-def test_random_events(depth: int, snapshots: int, width: int) -> None:
+def test_random_events(depth: int, snapshots: int, width: int, last_chunk: int) -> None:
     rng = random.Random(depth * 100 + snapshots + width)
-    page_size = rng.choice([1, 4])
-    events = StateEvents(page_size=page_size, pages=40 if page_size == 4 else 90, snapshots=snapshots, width=width)
+    page_size = 4 if last_chunk > 1 else rng.choice([1, 4])
+    rules = PrefillRules(last_chunk=last_chunk, state_reach=page_size - 1 if last_chunk > 1 else 0)
+    pages = 40 if page_size == 4 else 90
+    events = StateEvents(page_size=page_size, pages=pages, snapshots=snapshots, width=width, rules=rules)
     bases = [[rng.randrange(2) for _ in range(40)] for _ in range(3)]
     for _ in range(4_000):
         kind = rng.random()
@@ -100,6 +120,9 @@ def test_random_events(depth: int, snapshots: int, width: int) -> None:
     assert snapshots_ is not None
     assert not snapshots_._held
     assert events.finished > 50
+    assert events.device.cut_last_chunks > 20
+    assert (events.device.short_last_chunks > 5) == (last_chunk > 1)
+    assert last_chunk == 1 or events.device.saved_late > 5
     assert events.scheduler.stats.aborted > 10
     assert width == 1 or events.device.accepted > 100
     if snapshots > 6:

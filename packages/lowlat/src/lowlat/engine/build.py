@@ -13,6 +13,7 @@ import torch
 from lowlat.cache.groups import bytes_per_token, pages_for, state_bytes
 from lowlat.cache.layout import KVPool, torch_dtype
 from lowlat.cache.prefix import PrefixCache
+from lowlat.cache.rules import PrefillRules
 from lowlat.cache.snapshots import Snapshots
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
@@ -23,7 +24,7 @@ from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.ranks import RankGroup, TensorParallelExecutor
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.scheduler import Scheduler
-from lowlat.models.base import BuildContext, DraftingModel, Model, make_cache
+from lowlat.models.base import BuildContext, DraftingModel, Model, make_cache, prefill_rules
 from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import Communicator, SingleRank
@@ -62,6 +63,7 @@ class RankParts(msgspec.Struct):
     threads: int
     snapshots: Snapshots | None
     width: int
+    rules: PrefillRules
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, EngineFacts, Checkpoint]:
@@ -87,6 +89,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
             chunk_tokens=config.chunk_tokens,
             seed=secrets.randbits(63) if config.seed is None else config.seed,
             width=parts.width,
+            rules=parts.rules,
         )
         run = parts.runner.run
         executor: Executor = ThreadExecutor(run, lambda: parts.platform.set_threads(parts.threads))
@@ -112,7 +115,9 @@ def build_rank(
     threads = config.threads or _threads(config.tensor_parallel)
     platform.set_threads(threads)
     max_context = _max_context(config, checkpoint)
-    build = BuildContext(platform, communicator, torch_dtype(dtype), max_context, config.spec == "draft")
+    build = BuildContext(
+        platform, communicator, torch_dtype(dtype), max_context, config.spec == "draft", page_size=config.page_size
+    )
     with _refusals():
         kernels = LowLatencyMode(config, checkpoint, platform, communicator, dtype)
     model = build_model(checkpoint, build, lambda done, total: progress(done, total, "loading weights"))
@@ -120,6 +125,7 @@ def build_rank(
         kernels.model_built(model)
     page_size = config.page_size
     width = _width(config, model)
+    rules = _rules(config, model)
     groups = model.cache_groups()
     # A request holds up to three copies of its state (end of prompt, newest, the one before); the rest are prefixes'.
     kept = 4 * config.max_batch if config.prefix_cache and state_bytes(groups) else 0
@@ -162,7 +168,7 @@ def build_rank(
         kernels=kernels.active,
     )
     snapshots = Snapshots(config.max_batch, kept) if kept else None
-    return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, width)
+    return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, width, rules)
 
 
 @contextlib.contextmanager
@@ -200,6 +206,16 @@ def _width(config: EngineConfig, model: Model) -> int:
             raise SetupError(f"{config.model} has no draft of its own; use --spec ngram or off")
         return min(config.spec_width, 1 + block)
     return config.spec_width
+
+
+def _rules(config: EngineConfig, model: Model) -> PrefillRules:
+    rules = prefill_rules(model)
+    if config.chunk_tokens < rules.last_chunk:
+        raise SetupError(
+            f"--chunk-tokens {config.chunk_tokens}: a prompt's last chunk has at least {rules.last_chunk} tokens with "
+            f"this model; use {rules.last_chunk} or more"
+        )
+    return rules
 
 
 def _threads(ranks: int) -> int:

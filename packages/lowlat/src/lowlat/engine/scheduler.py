@@ -15,6 +15,7 @@ from collections import deque
 
 from lowlat.cache.pages import OutOfPagesError
 from lowlat.cache.prefix import Lease, PrefixCache
+from lowlat.cache.rules import PrefillRules
 from lowlat.engine.active import ActiveRequest, Launch
 from lowlat.engine.batch import PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.executor import StepResult
@@ -38,13 +39,16 @@ class Scheduler:
         chunk_tokens: int,
         seed: int,
         width: int = 1,
+        rules: PrefillRules | None = None,
     ) -> None:
-        """`width`: most rows of a request in a decode step, more than one where steps check guesses."""
+        """`width`: most rows of a request in a decode step, more than one where steps check guesses. `rules`: what the
+        model asks of chunks; `chunk_tokens` must be at least its `last_chunk`."""
         self.cache = cache
         self.limits = limits
         self.eos_ids = eos_ids
         self.chunk_tokens = chunk_tokens
         self.width = width
+        self.rules = rules or PrefillRules()
         self.stats = EngineStats(pages_total=cache.pool.total)
         self._seed = seed
         self._arrivals = itertools.count()
@@ -140,7 +144,8 @@ class Scheduler:
         rows = self.chunk_tokens
         for active in self._running:
             if active.launched < active.prefill_end and rows > 0:
-                rows -= self._add_chunk(active, plan, launch, rows)
+                end = self._chunk_end(active.launched, active.prefill_end, rows)
+                rows -= self._add_chunk(active, plan, launch, end)
         if self._waiting and rows > 0:
             self._admit(plan, launch, rows)
         if not launch.chunks and not launch.decodes:
@@ -255,7 +260,9 @@ class Scheduler:
                 continue
             lease = self._lease(active)
             missing = self.cache.missing(lease, len(active.tokens))
-            if not self.cache.fits(lease, len(active.tokens)) or len(lease.pages) + missing > page_budget:
+            end = self._chunk_end(lease.cached_tokens, len(active.tokens), rows)
+            too_large = not self.cache.fits(lease, len(active.tokens)) or len(lease.pages) + missing > page_budget
+            if too_large or end == lease.cached_tokens:
                 self.cache.end(lease, [])
                 return
             self.cache.extend(lease, len(active.tokens))
@@ -265,7 +272,21 @@ class Scheduler:
             plan.begins.append((active.slot, active.slot_sampling()))
             if lease.restore >= 0:
                 plan.restores.append((lease.restore, active.slot))
-            rows -= self._add_chunk(active, plan, launch, rows)
+            rows -= self._add_chunk(active, plan, launch, end)
+
+    def _chunk_end(self, start: int, total: int, rows: int) -> int:
+        """Where a prefill chunk from `start` of at most `rows` tokens ends; `start` when it must wait for more rows.
+
+        What is left for the last chunk is enough for it, and where the model's state would not serve the prompt's last
+        whole page otherwise, a chunk ends there.
+        """
+        end = min(total, start + rows)
+        if 0 < total - end < self.rules.last_chunk:
+            end = max(start, total - self.rules.last_chunk)
+        whole = total - total % self.cache.page_size
+        if self.cache.snapshots is not None and start < whole < end and end - whole > self.rules.state_reach:
+            end = whole
+        return end
 
     def _start(self, active: ActiveRequest, lease: Lease) -> None:
         """Give an admitted request its slot."""
@@ -282,13 +303,11 @@ class Scheduler:
             self.stats.cached_tokens += lease.cached_tokens
         insort(self._running, active)
 
-    def _add_chunk(self, active: ActiveRequest, plan: StepPlan, launch: Launch, rows: int) -> int:
-        """Plan the next prefill chunk of a request, of at most `rows` tokens; returns how many it took."""
+    def _add_chunk(self, active: ActiveRequest, plan: StepPlan, launch: Launch, end: int) -> int:
+        """Plan the prefill chunk of a request that ends at `end`; returns how many tokens it has."""
         start = active.launched
-        end = min(active.prefill_end, start + rows)
-        whole = active.prefill_end - active.prefill_end % self.cache.page_size
-        if self.cache.snapshots is not None and start < whole < end:
-            end = whole  # the state is kept where the prompt's last whole page ends, so a step must end there
+        if end == start:
+            return 0
         self._send_pages(active, plan, start, end)
         sampling = active.request.sampling
         sample = end == active.prefill_end and sampling.max_tokens > 0
@@ -301,10 +320,11 @@ class Scheduler:
         active.launched_samples += sample
         active.in_flight += 1
         active.last_step = self._step
-        if end == whole and self.cache.snapshots is not None:
+        whole = active.prefill_end - active.prefill_end % self.cache.page_size
+        if start < whole <= end and self.cache.snapshots is not None:
             row = self.cache.snapshots.take()
             if row is not None:
-                active.marks[end] = row
+                active.marks[whole] = row
                 plan.saves.append((active.slot, row))
         return end - start
 

@@ -10,6 +10,7 @@ import torch
 
 from lowlat.cache.groups import CacheGroup
 from lowlat.cache.layout import KVLayout, KVPool
+from lowlat.cache.rules import PrefillRules
 from lowlat.layers.step import StepInputs
 from lowlat.parallel.group import Communicator
 from lowlat.platform import Platform
@@ -30,6 +31,8 @@ class BuildContext(msgspec.Struct, frozen=True):
     max_context: int
     draft: bool = False
     """Whether the model's own draft is wanted (`DraftingModel`)."""
+    page_size: int = 16
+    """Tokens of a page."""
 
 
 class ModelConfig(Protocol):
@@ -96,6 +99,12 @@ class DraftingModel(Protocol):
 
     def propose(self, requests: list[DraftRequest], kv: Any) -> list[list[int]]:
         """Guesses of the tokens after each request's newest one."""
+
+
+def prefill_rules(model: Model) -> PrefillRules:
+    """What the model asks of prefills (its `prefill_rules`); nothing where it does not say."""
+    rules: PrefillRules = getattr(model, "prefill_rules", PrefillRules())
+    return rules
 
 
 def make_cache(

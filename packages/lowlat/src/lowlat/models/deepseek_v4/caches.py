@@ -82,9 +82,11 @@ class DeepseekCaches:
         device: torch.device | None = None,
         width: int | None = None,
         draft: bool = True,
+        reach: int = 0,
     ) -> None:
         """`width`: most rows of a request in a decode step, of which all but one may be rejected; None: one, and the
-        draft's block. `draft` false: no windows for draft layers.
+        draft's block. `draft` false: no windows for draft layers. `reach`: a copied record also serves prefixes that
+        end so many tokens earlier.
 
         Raises `ValueError` when a page does not hold whole entries.
         """
@@ -93,23 +95,25 @@ class DeepseekCaches:
         device = device or torch.device("cpu")
         draft = draft and config.has_draft
         drafts = width - 1 if width is not None else config.dspark_block_size if draft else 0
+        # Both are rows that were written and count for nothing: rejected, or beyond the prefix that is resumed.
+        beyond = max(drafts, reach)
         layers = config.num_hidden_layers
         draft_layers = config.num_nextn_predict_layers if draft else 0
         window = self._format("window", config.head_dim)
-        places = config.sliding_window + drafts
+        places = config.sliding_window + beyond
         self.windows = [WindowCache(window, states, places, device) for _ in range(layers + draft_layers)]
         self.main: dict[int, EntryPages] = {}
         self.keys: dict[int, EntryPages] = {}
         self.rings: dict[str, Ring] = {}
         for layer in range(layers):
             if config.is_kv_source(layer):
-                self._add_source(layer, pages, page_size, states, drafts, device)
-        self.history = Ring(states, _power_of_two(config.engram_max_ngram_size + drafts), 1, torch.int64, device)
+                self._add_source(layer, pages, page_size, states, beyond, device)
+        self.history = Ring(states, _power_of_two(config.engram_max_ngram_size + beyond), 1, torch.int64, device)
         self.draft_floor_S = torch.zeros(states, dtype=torch.int64, device=device)
         """First position of which the draft has features."""
 
     def _add_source(
-        self, layer: int, pages: int, page_size: int, states: int, drafts: int, device: torch.device
+        self, layer: int, pages: int, page_size: int, states: int, beyond: int, device: torch.device
     ) -> None:
         config = self.config
         ratio = config.compress_ratios[layer]
@@ -129,7 +133,7 @@ class DeepseekCaches:
         dtype = torch.float32 if self.numerics.quantised else self.numerics.compute
         for name, width in rings.items():
             size = 2 * width * (1 + overlap)
-            self.rings[f"{layer}.{name}"] = Ring(states, _power_of_two(past + 1 + drafts), size, dtype, device)
+            self.rings[f"{layer}.{name}"] = Ring(states, _power_of_two(past + 1 + beyond), size, dtype, device)
 
     def _format(self, kind: str, values: int) -> EntryFormat:
         # V4's own entry formats (584 bytes; index keys after a Hadamard rotation) are not made here.

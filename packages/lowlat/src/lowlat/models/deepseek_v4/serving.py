@@ -9,6 +9,7 @@ import torch
 
 from lowlat.cache.groups import CacheGroup
 from lowlat.cache.layout import KVLayout
+from lowlat.cache.rules import PrefillRules
 from lowlat.layers.step import Segment, StepInputs
 from lowlat.models.base import BuildContext, DraftRequest, LoadProgress
 from lowlat.models.config import UnsupportedModelError
@@ -46,11 +47,16 @@ class ServedDeepseek:
         self.model = DeepseekV4(checkpoint, build.communicator, options, progress)
         self.config = self.model.config
         self.draft_block = self.model.draft.block if self.model.draft is not None else 0
+        self._page_size = build.page_size
+
+    @property
+    def prefill_rules(self) -> PrefillRules:
+        """A last chunk fills a window. A record reaches back over a page, so no chunk need end where a page does."""
+        return PrefillRules(last_chunk=self.config.sliding_window, state_reach=self._page_size - 1)
 
     def cache_groups(self) -> list[CacheGroup]:
         """Compressed entries in pages, and one record a request."""
-        page = max(1, *self.config.compress_ratios)
-        return self.make_cache(1, page, 1, 1 + self.draft_block).groups()
+        return self.make_cache(1, self._page_size, 1, 1 + self.draft_block).groups()
 
     def kv_layout(self, pages: int, page_size: int) -> KVLayout:
         """There is none: keys and values do not lie apart, one head a token. Raises `UnsupportedModelError`."""
@@ -67,6 +73,7 @@ class ServedDeepseek:
                 states=states,
                 width=width,
                 draft=self.model.draft is not None,
+                reach=page_size - 1,
             )
         except ValueError as error:
             raise UnsupportedModelError(f"{error}; use another --page-size") from error
