@@ -39,6 +39,7 @@ lint: $(VENV)/.test
 
 soak: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests -m slow -s
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=fresh $(VENV)/bin/python -m pytest tests -m "not slow" -q $$(grep -rl "^from hypothesis" tests --include=test_*.py)
 
 plants: $(VENV)/.test
 	$(VENV)/bin/python tests/faults/plant.py

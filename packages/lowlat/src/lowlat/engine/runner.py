@@ -22,6 +22,12 @@ from lowlat.parallel.group import Communicator
 from lowlat.speculative.ngram import NgramProposer
 
 
+def padded_rows(rows: int) -> int:
+    """The rows that a step of `rows` is computed with: all numbers up to 16, then eight an octave (decision 0102)."""
+    grain = 1 << max(0, (rows - 1).bit_length() - 4)
+    return -(-rows // grain) * grain
+
+
 class ModelRunner:
     """Runs one model on one rank, step after step."""
 
@@ -207,7 +213,7 @@ class ModelRunner:
         if len(singles) == 1:
             slot, row = singles[0]
             segments.append(self._segment(slot, range(row, row + 1), self._lengths[slot] + 1))
-        padding = [0] * max(0, self._min_rows - len(tokens))
+        padding = [0] * (padded_rows(max(self._min_rows, len(tokens))) - len(tokens))
         return StepInputs(
             tokens_R=torch.tensor(tokens + padding),
             positions_R=torch.tensor(positions + padding),
