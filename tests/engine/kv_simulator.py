@@ -12,7 +12,7 @@ from collections import deque
 from lowlat.cache.pages import Owner
 from lowlat.cache.prefix import PrefixCache
 from lowlat.cache.windows import WindowPages, most_pages
-from lowlat.engine.batch import GREEDY, PlanLimits, StepPlan
+from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.core import EngineCore
 from lowlat.engine.executor import StepResult
 from lowlat.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
@@ -31,6 +31,37 @@ def digest_of(tokens: list[int]) -> int:
 
 def next_token(digest: int) -> int:
     return digest % VOCABULARY
+
+
+def label_score(digest: int, label: int) -> float:
+    return float(hash((digest, label)) % 1_000_003)
+
+
+def solo_scores(request: GenerateRequest) -> list[list[float]]:
+    """What a scoring request alone would bring, an item at a time behind the query."""
+    task = request.score
+    assert task is not None
+    query = len(request.prompt_ids) - sum(task.items)
+    digests, begin = [digest_of(request.prompt_ids[: row + 1]) for row in range(query)], query
+    for length in task.items:
+        for end in range(begin, begin + length):
+            digests.append(digest_of(request.prompt_ids[:query] + request.prompt_ids[begin : end + 1]))
+        begin += length
+    labels = task.labels * len(task.rows) if len(task.labels) == 1 else task.labels
+    return [[label_score(digests[row], label) for label in ids] for row, ids in zip(task.rows, labels, strict=True)]
+
+
+def hidden_from(chunk: PrefillChunk) -> list[range]:
+    """For each row of a chunk, the places before it that it does not see: items other than its own."""
+    if chunk.items is None:
+        return [range(0)] * len(chunk.tokens)
+    plain = len(chunk.tokens) - sum(chunk.items.lengths)
+    hidden, begin = [range(0)] * plain, chunk.start + plain
+    for number, length in enumerate(chunk.items.lengths):
+        first = begin - chunk.items.done if number == 0 else begin
+        hidden += [range(chunk.items.query, first)] * length
+        begin += length
+    return hidden
 
 
 def solo_answer(request: GenerateRequest) -> list[int]:
@@ -72,10 +103,10 @@ class KVSimulator:
         assert page >= 0, "a row reads a page that its table does not have"
         return page * self.size + position % self.size
 
-    def compute(self, slot: int, position: int, token: int) -> int:
-        """One row: check everything it attends to, write its own entry; returns the digest."""
+    def compute(self, slot: int, position: int, token: int, hidden: range = range(0)) -> int:
+        """One row: check everything it attends to (all before it but `hidden`), write its own entry; the digest."""
         digest = 0
-        for earlier in range(position):
+        for earlier in (*range(min(position, hidden.start)), *range(hidden.stop, position)):
             seen, seen_digest = self.kv[self.slot_of(slot, earlier)]
             digest = hash((digest, seen))
             assert seen_digest == digest, f"position {earlier} holds another prefix"
@@ -86,14 +117,15 @@ class KVSimulator:
         self.kv[place] = (token, digest)
         self.rows += 1
         if self.window:
-            self.look_back(slot, position, digest)
+            self.look_back(slot, position, digest, hidden)
         return digest
 
-    def look_back(self, slot: int, position: int, digest: int) -> None:
+    def look_back(self, slot: int, position: int, digest: int, hidden: range) -> None:
         """Write the row's entry to its window page, and check that every token it sees through the window is there."""
         table, size = self.window_tables[slot], self.size
         self.window_kv[table[position // size] * size + position % size] = (position, digest)
-        for seen in range(max(0, position + 1 - self.window), position + 1):
+        before = [*range(min(position, hidden.start)), *range(hidden.stop, position)]
+        for seen in [*before, position][-self.window :]:
             entry = (seen, self.kv[self.slot_of(slot, seen)][1])
             assert self.window_kv[table[seen // size] * size + seen % size] == entry, "a window holds another token"
 
@@ -112,11 +144,19 @@ class KVSimulator:
             for chunk in plan.chunks
             if chunk.targets
         ]
+        labels: list[list[list[float]]] = []
         written: set[int] = set()
         for chunk in plan.chunks:
+            digests = []
+            hidden = hidden_from(chunk)
             for offset, token in enumerate(chunk.tokens):
-                digest = self.compute(chunk.slot, chunk.start + offset, token)
+                digest = self.compute(chunk.slot, chunk.start + offset, token, hidden[offset])
+                digests.append(digest)
                 written.add(self.slot_of(chunk.slot, chunk.start + offset) // self.size)
+            if chunk.read_rows:
+                assert len(chunk.labels) == len(chunk.read_rows)
+                reads = zip(chunk.read_rows, chunk.labels, strict=True)
+                labels.append([[label_score(digests[row], label) for label in ids] for row, ids in reads])
             self.lengths[chunk.slot] = chunk.start + len(chunk.tokens)
             if chunk.sample:
                 sampled.append((chunk.slot, next_token(digest)))
@@ -128,7 +168,7 @@ class KVSimulator:
         for slot, token in sampled:
             self.tokens[slot] = token
         self.most_chunks = max(self.most_chunks, len(plan.chunks))
-        result = StepResult(plan.step, [token for _, token in sampled], None, scores, counts)
+        result = StepResult(plan.step, [token for _, token in sampled], None, scores, counts, label_logprobs=labels)
         self.results.append((result, written))
 
     def decode(self, slot: int, written: set[int]) -> list[int]:
@@ -197,14 +237,18 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, **fields: ob
     return GenerateRequest(id=name, prompt_ids=prompt, sampling=sampling, priority=priority)  # type: ignore[arg-type]
 
 
-def drain(core: EngineCore, device: KVSimulator) -> dict[str, list[int]]:
-    """Turn until there is no work, checking the books after each turn; returns the answers."""
+def drain(
+    core: EngineCore, device: KVSimulator, scores: dict[str, list[list[float]]] | None = None
+) -> dict[str, list[int]]:
+    """Turn until there is no work, checking the books after each turn; returns the answers, and fills `scores`."""
     answers: dict[str, list[int]] = {}
     for _ in range(10_000):
         if not core.has_work:
             return answers
         for output in core.turn():
             answers.setdefault(output.id, []).extend(output.token_ids)
+            if scores is not None and output.scores:
+                scores.setdefault(output.id, []).extend(output.scores)
         core.scheduler.check()
         device.check()
     raise AssertionError("the engine does not come to rest")

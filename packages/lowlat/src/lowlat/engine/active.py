@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lowlat.cache.prefix import Lease
-from lowlat.engine.batch import SlotSampling
+from lowlat.engine.batch import PrefillChunk, SlotSampling
 from lowlat.engine.request import GenerateRequest
+from lowlat.engine.score_task import ScoreProgress
 
 
 class ActiveRequest:
@@ -26,6 +27,7 @@ class ActiveRequest:
         "prompt_tokens",
         "queue_s",
         "request",
+        "score",
         "scored",
         "seed",
         "sent_pages",
@@ -36,7 +38,13 @@ class ActiveRequest:
     )
 
     def __init__(
-        self, request: GenerateRequest, order: tuple[int, int], seed: int, stops: frozenset[int], width: int = 1
+        self,
+        request: GenerateRequest,
+        order: tuple[int, int],
+        seed: int,
+        stops: frozenset[int],
+        width: int = 1,
+        score: ScoreProgress | None = None,
     ) -> None:
         self.request = request
         self.order = order
@@ -64,6 +72,7 @@ class ActiveRequest:
         """Answer tokens known or on their way; with guesses, the least."""
         self.scored = 0 if request.sampling.prompt_logprobs is not None else self.prompt_tokens - 1
         """Prompt tokens after the first whose log-probabilities are known, on their way or not wanted."""
+        self.score = score
         self.marks: dict[int, int] = {}
         """Tokens computed -> state row that holds the state after them."""
         self.in_flight = 0
@@ -98,6 +107,29 @@ class ActiveRequest:
             answer=tuple(self.tokens[self.prompt_tokens :]) if history else (),
         )
 
+    @property
+    def shareable(self) -> int:
+        """Tokens that later requests may have too: all but those of items, which do not see each other."""
+        return len(self.tokens) if self.score is None else self.score.query
+
+    @property
+    def shared(self) -> list[int]:
+        """Those of them that are computed."""
+        return self.tokens[: min(self.filled, self.shareable)]
+
+    @property
+    def places(self) -> int:
+        """Places for keys and values that the tokens so far need."""
+        return len(self.tokens) if self.score is None else self.score.places
+
+    def place(self, row: int) -> int:
+        """Where token `row` has its keys and values."""
+        return row if self.score is None else self.score.place(row)
+
+    def next_row(self, launched: int) -> int:
+        """The next token to compute after the first `launched`."""
+        return launched if self.score is None else self.score.start(launched)
+
     def targets(self, start: int, end: int) -> list[int]:
         """Prompt tokens to score in a chunk, each at the row before it; empty when there are none."""
         if self.scored >= min(end, self.prompt_tokens - 1):
@@ -113,8 +145,8 @@ class Launch:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.chunks: list[tuple[ActiveRequest, int, bool, bool]] = []
-        """(request, tokens filled afterwards, whether it samples, whether it scores)."""
+        self.chunks: list[tuple[ActiveRequest, int, PrefillChunk]] = []
+        """(request, tokens filled afterwards, what was planned)."""
         self.decodes: list[ActiveRequest] = []
         self.rows: list[int] = []
         """For each decode, the state row that it may be saved to; -1: none."""

@@ -12,7 +12,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from lowlat.engine.score_task import ItemRows
+
 _HEADER = 9
+_CHUNK_WORDS = 8
 _SAMPLES, _SCORES = 1, 2
 
 
@@ -37,7 +40,8 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
         """32-bit words of a record."""
         begins = self.max_batch
         pages = 2 * self.max_batch * 3 + self.page_budget
-        chunks = self.max_batch * 4 + self.max_rows
+        # Tokens, pieces of items and rows to read are at most one a row.
+        chunks = self.max_batch * _CHUNK_WORDS + 3 * self.max_rows
         copies = 2 * 2 * self.max_batch
         windows = self.max_batch * (3 + self.max_window_pages) if self.max_window_pages else 0
         return _HEADER + begins + pages + chunks + self.max_batch + copies + windows
@@ -71,13 +75,15 @@ class SlotSampling(msgspec.Struct, frozen=True):
 
 
 GREEDY = SlotSampling(0.0, 0, 1.0, 0, -1)
+_NO_ITEMS = ItemRows(0, 0, [])
 
 
 class PrefillChunk(msgspec.Struct):
     """Prompt tokens of one request to compute in a step; `sample` when they reach the end of the prompt.
 
     With `targets`, as many as `tokens`, the log-probability of each is wanted at its row (-1: none there), and
-    `logprobs` of the most likely tokens beside it.
+    `logprobs` of the most likely tokens beside it. With `read_rows`, counted from the chunk's first, log-probabilities
+    of `labels` (a list for each) are wanted there.
     """
 
     slot: int
@@ -86,6 +92,10 @@ class PrefillChunk(msgspec.Struct):
     sample: bool
     targets: list[int] = []
     logprobs: int = 0
+    read_rows: list[int] = []
+    labels: list[list[int]] = []
+    items: ItemRows | None = None
+    """Rows at the chunk's end that are items; None: every row sees all tokens before it."""
 
 
 class StepPlan(msgspec.Struct):
@@ -120,7 +130,7 @@ class StepPlan(msgspec.Struct):
 def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] | None) -> None:
     """Write what ranks other than 0 need of `plan` into `record` (int32 words of one `PlanLimits`).
 
-    Rank 0 samples and scores for all, so sampling settings and targets stay with it.
+    Rank 0 samples and scores for all, so sampling settings, targets and labels stay with it.
     `previous_decodes` are the decode slots of the plan written before: when they are the same they are not repeated.
     """
     same = previous_decodes == plan.decodes
@@ -134,9 +144,13 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
         position += 3 + len(pages)
     for chunk in plan.chunks:
         wants = (_SAMPLES if chunk.sample else 0) | (_SCORES if chunk.targets else 0)
-        record[position : position + 4] = (chunk.slot, chunk.start, len(chunk.tokens), wants)
-        record[position + 4 : position + 4 + len(chunk.tokens)] = chunk.tokens
-        position += 4 + len(chunk.tokens)
+        items = chunk.items or _NO_ITEMS
+        counts = (len(chunk.tokens), len(chunk.read_rows), len(items.lengths))
+        record[position : position + _CHUNK_WORDS] = (chunk.slot, chunk.start, wants, items.query, items.done, *counts)
+        position += _CHUNK_WORDS
+        for words in (chunk.tokens, chunk.read_rows, items.lengths):
+            record[position : position + len(words)] = words
+            position += len(words)
     if not same:
         record[position : position + len(plan.decodes)] = plan.decodes
         position += len(plan.decodes)
@@ -172,11 +186,15 @@ def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepP
         position += 3 + count
     chunks = []
     for _ in range(chunk_count):
-        slot, start, count, wants = record[position : position + 4].tolist()
-        tokens = record[position + 4 : position + 4 + count].tolist()
-        targets = [-1] * count if wants & _SCORES else []
-        chunks.append(PrefillChunk(slot, start, tokens, bool(wants & _SAMPLES), targets))
-        position += 4 + count
+        slot, start, wants, query, done, *counts = record[position : position + _CHUNK_WORDS].tolist()
+        position += _CHUNK_WORDS
+        tokens, read_rows, lengths = (part.tolist() for part in np.split(record[position:], np.cumsum(counts))[:3])
+        position += sum(counts)
+        targets = [-1] * len(tokens) if wants & _SCORES else []
+        items = ItemRows(query, done, lengths) if lengths else None
+        chunks.append(
+            PrefillChunk(slot, start, tokens, bool(wants & _SAMPLES), targets, read_rows=read_rows, items=items)
+        )
     if same:
         assert previous_decodes is not None
         decodes = previous_decodes

@@ -17,18 +17,20 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import zmq
 
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.messages import Abort, Call, Event, Failed, Outputs, Ready, Reply, Shutdown, Starting, Stats, Submit
-from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput
 from lowlat.engine.supervisor import ENGINE_PROGRAM, EngineProcess
 
 log = logging.getLogger("lowlat.engine")
 
 Value = str | int | float | bool | None
+Entry = TypeVar("Entry")
 
 _TICK_S = 0.1
 
@@ -112,10 +114,11 @@ def join_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
         queue_s=first.queue_s or second.queue_s,
         error=second.error,
+        scores=_join(first.scores, second.scores),
     )
 
 
-def _join(first: list[TokenLogprobs] | None, second: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+def _join(first: list[Entry] | None, second: list[Entry] | None) -> list[Entry] | None:
     return first if second is None else [*(first or []), *second]
 
 

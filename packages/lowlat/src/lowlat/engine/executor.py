@@ -29,6 +29,8 @@ class StepResult(msgspec.Struct):
     counts: list[int] | None = None
     guessed: int = 0
     """Guessed tokens that the step checked."""
+    label_logprobs: list[list[list[float]]] | None = None
+    """For each chunk with rows to read, in order, and each of those: the log-probabilities of its labels."""
 
 
 class ExecutorError(Exception):

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from lowlat.engine.score_task import ScoreTask
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended. Values are the OpenAI API's where it has one."""
@@ -86,6 +88,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     arrival: float = 0.0
+    score: ScoreTask | None = None
+    """What to read of the prompt, instead of an answer."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -113,6 +117,8 @@ class RequestOutput(msgspec.Struct, array_like=True):
     queue_s: float = 0.0
     """Seconds between arrival and the first step that computed something for this request."""
     error: str | None = None
+    scores: list[list[float]] | None = None
+    """For the next rows of a `ScoreTask`, in order: the log-probability of each label."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):

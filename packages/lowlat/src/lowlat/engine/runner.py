@@ -12,11 +12,12 @@ import torch
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import GREEDY, PlanLimits, StepPlan
 from lowlat.engine.executor import StepResult
+from lowlat.engine.item_rows import item_group
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.request import TokenLogprobs
-from lowlat.engine.sampler import sample_bursts, token_logprobs
-from lowlat.layers.step import DecodeGroup, Segment, StepInputs
+from lowlat.engine.sampler import label_logprobs, sample_bursts, token_logprobs
+from lowlat.layers.step import DecodeGroup, ItemGroup, Segment, StepInputs
 from lowlat.models.base import DraftingModel, DraftRequest, Model, ModelCache
 from lowlat.parallel.group import Communicator
 from lowlat.speculative.ngram import NgramProposer
@@ -111,9 +112,9 @@ class ModelRunner:
     ) -> StepResult:
         """Choose tokens for `slots`, whose rows come first in `logits_MV`, and advance the decode slots."""
         rows = len(slots) + sum(map(len, guesses))
-        scores = self._score(plan, logits_MV[rows:]) if len(logits_MV) > rows else None
+        scores, labels = self._score(plan, logits_MV[rows:]) if len(logits_MV) > rows else (None, None)
         if not slots:
-            return StepResult(plan.step, [], None, scores)
+            return StepResult(plan.step, [], None, scores, label_logprobs=labels)
         for slot in plan.decodes:
             self._lengths[slot] += 1
         bursts, logprobs = self._sample(logits_MV[:rows], slots, guesses)
@@ -128,7 +129,7 @@ class ModelRunner:
                 proposer.observe(burst)
         tokens = [token for burst in bursts for token in burst]
         counts = list(map(len, bursts)) if len(tokens) > len(slots) else None
-        return StepResult(plan.step, tokens, logprobs, scores, counts, sum(map(len, guesses)))
+        return StepResult(plan.step, tokens, logprobs, scores, counts, sum(map(len, guesses)), labels)
 
     def _sample(
         self, logits_MV: torch.Tensor, slots: list[int], guesses: list[list[int]]
@@ -145,10 +146,15 @@ class ModelRunner:
             self._communicator.broadcast(torch.tensor([burst[0] for burst in bursts]))
         return bursts, logprobs
 
-    def _score(self, plan: StepPlan, logits_MV: torch.Tensor) -> list[list[TokenLogprobs]] | None:
-        """Log-probabilities of the chunks' targets, whose rows `logits_MV` holds in order; on rank 0 only."""
+    def _score(
+        self, plan: StepPlan, logits_MV: torch.Tensor
+    ) -> tuple[list[list[TokenLogprobs]] | None, list[list[list[float]]] | None]:
+        """Log-probabilities of the chunks' targets, then of their labels, whose rows `logits_MV` holds in order.
+
+        On rank 0 only.
+        """
         if self._communicator.shard.rank > 0:
-            return None
+            return None, None
         scores = []
         row = 0
         for chunk in plan.chunks:
@@ -158,7 +164,12 @@ class ModelRunner:
                     [token_logprobs(logits_MV[n], token, chunk.logprobs) for n, token in places if token >= 0]
                 )
                 row += len(chunk.targets)
-        return scores
+        labels = []
+        for chunk in plan.chunks:
+            if chunk.read_rows:
+                labels.append(label_logprobs(logits_MV[row : row + len(chunk.read_rows)], chunk.labels))
+                row += len(chunk.read_rows)
+        return scores, labels
 
     def _update(self, plan: StepPlan) -> None:
         for slot, sampling in plan.begins:
@@ -187,6 +198,8 @@ class ModelRunner:
         segments: list[Segment] = []
         sample_rows: list[int] = []
         score_rows: list[int] = []
+        read_rows: list[int] = []
+        groups: list[ItemGroup] = []
         singles: list[tuple[int, int]] = []
         write: list[np.ndarray] = []
 
@@ -199,8 +212,22 @@ class ModelRunner:
 
         for chunk in plan.chunks:
             rows = add(chunk.slot, chunk.start, chunk.tokens)
-            segments.append(self._segment(chunk.slot, rows, chunk.start + len(chunk.tokens)))
+            plain = rows
+            if chunk.items is not None:
+                plain = rows[: len(rows) - sum(chunk.items.lengths)]
+                group = item_group(
+                    chunk.items,
+                    range(plain.stop, rows.stop),
+                    self._kv_slots[chunk.slot],
+                    chunk.start + len(plain),
+                    self._in_order[chunk.slot],
+                )
+                positions[plain.stop :] = (group.offsets_T + chunk.items.query).tolist()
+                groups.append(group)
+            if plain:
+                segments.append(self._segment(chunk.slot, plain, chunk.start + len(plain)))
             score_rows.extend(rows if chunk.targets else ())
+            read_rows.extend(rows[place] for place in chunk.read_rows)
             sample_rows.extend(rows[-1:] if chunk.sample else ())
         for slot, guessed in zip(plan.decodes, guesses, strict=True):
             length = self._lengths[slot]
@@ -221,7 +248,8 @@ class ModelRunner:
             real_rows=len(tokens),
             segments=segments,
             decodes=self._decode_groups(singles) if len(singles) > 1 else [],
-            sample_rows=torch.tensor(sample_rows + score_rows, dtype=torch.int64),
+            sample_rows=torch.tensor(sample_rows + score_rows + read_rows, dtype=torch.int64),
+            items=groups,
         )
 
     def _segment(self, slot: int, rows: range, length: int) -> Segment:

@@ -146,3 +146,11 @@ def token_logprobs(logits_V: torch.Tensor, token: int, count: int) -> TokenLogpr
         return TokenLogprobs(float(chosen - total), rank, [], [])
     top, ids = logits_V.topk(min(count, len(logits_V)))
     return TokenLogprobs(float(chosen - total), rank, ids.tolist(), (top - total).tolist())
+
+
+def label_logprobs(logits_MV: torch.Tensor, labels: list[list[int]]) -> list[list[float]]:
+    """Log-probabilities of each row's own labels, [len(labels)][len(row)]."""
+    total_M = logits_MV.logsumexp(-1).tolist()
+    flat = [(row, label) for row, ids in enumerate(labels) for label in ids]
+    picked = iter(logits_MV[[row for row, _ in flat], [label for _, label in flat]].tolist())
+    return [[next(picked) - total for _ in ids] for total, ids in zip(total_M, labels, strict=True)]

@@ -20,6 +20,7 @@ from lowlat.engine.active import ActiveRequest, Launch
 from lowlat.engine.batch import PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.executor import StepResult
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from lowlat.engine.score_task import ScoreProgress, check_task
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -68,7 +69,8 @@ class Scheduler:
         if request.id in self._live:
             raise ValueError(f"request id {request.id!r} is already in use")
         limit = min(self.limits.max_pages * self.cache.page_size, self.cache.pool.total * self.cache.page_size)
-        size = len(request.prompt_ids) + request.sampling.max_tokens
+        score = self._score_progress(request)
+        size = len(request.prompt_ids) + request.sampling.max_tokens if score is None else score.places
         if not request.prompt_ids or request.sampling.max_tokens < 0 or size > limit:
             raise ValueError(
                 f"prompt of {len(request.prompt_ids)} tokens with max_tokens {request.sampling.max_tokens}: "
@@ -86,9 +88,22 @@ class Scheduler:
             seed & 0xFFFFFFFFFFFFFFFF,
             stops if sampling.ignore_eos else stops | self.eos_ids,
             self.width,
+            score,
         )
         self._live[request.id] = active
         heapq.heappush(self._waiting, active)
+
+    def _score_progress(self, request: GenerateRequest) -> ScoreProgress | None:
+        if request.score is None:
+            return None
+        check_task(request.score, len(request.prompt_ids), request.sampling.max_tokens)
+        longest = max(request.score.items, default=0)
+        if self.cache.windows is not None and longest > self.chunk_tokens:
+            raise ValueError(
+                f"an item of {longest} tokens: beside other items in one sequence, this model takes items of at most "
+                f"{self.chunk_tokens} tokens (--chunk-tokens)"
+            )
+        return ScoreProgress(len(request.prompt_ids), request.score, self.chunk_tokens)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request early; false when it is not live (any more)."""
@@ -144,7 +159,7 @@ class Scheduler:
         rows = self.chunk_tokens
         for active in self._running:
             if active.launched < active.prefill_end and rows > 0:
-                end = self._chunk_end(active.launched, active.prefill_end, rows)
+                end = self._chunk_end(active, active.launched, rows)
                 rows -= self._add_chunk(active, plan, launch, end)
         if self._waiting and rows > 0:
             self._admit(plan, launch, rows)
@@ -161,15 +176,16 @@ class Scheduler:
             raise ValueError(f"result of step {result.step}, expected {launch.step}")
         tokens, logprobs, counts = result.tokens, result.logprobs, result.counts
         sample = 0
-        scores = iter(result.prompt_logprobs or [])
-        for active, filled, samples, has_scores in launch.chunks:
+        scores, labels = iter(result.prompt_logprobs or []), iter(result.label_logprobs or [])
+        for active, filled, chunk in launch.chunks:
             active.in_flight -= 1
-            chunk_scores = next(scores) if has_scores else None
+            chunk_scores = next(scores) if chunk.targets else None
+            label_logprobs = next(labels) if chunk.read_rows else None
             if not active.ended:
-                self._take_chunk(active, filled, chunk_scores)
-                if samples:
+                self._take_chunk(active, filled, chunk_scores, label_logprobs)
+                if chunk.sample:
                     self._take_tokens(active, tokens[sample : sample + 1], logprobs and logprobs[sample : sample + 1])
-            sample += samples
+            sample += chunk.sample
         chunk_samples = sample
         for index, active in enumerate(launch.decodes, start=chunk_samples):
             active.in_flight -= 1
@@ -213,14 +229,15 @@ class Scheduler:
         if not self._slots:
             return True
         lease = self._lease(waiting)
-        blocked = not self.cache.fits(lease, len(waiting.tokens))
+        blocked = not self.cache.fits(lease, waiting.places)
         self.cache.end(lease, [])
         return blocked
 
     def _lease(self, active: ActiveRequest) -> Lease:
         """Begin a lease for a waiting request; prompt tokens that are still to be scored cannot come from the cache."""
         reuse = active.scored >= active.prompt_tokens - 1
-        return self.cache.begin(active.tokens, active.request.cache_salt, reuse=reuse)
+        tokens = active.tokens if active.score is None else active.tokens[: active.score.reusable]
+        return self.cache.begin(tokens, active.request.cache_salt, reuse=reuse)
 
     def _decoding(self) -> list[ActiveRequest] | None:
         """Requests that get a decode row, each with a page for it; None to wait for a step in flight.
@@ -259,13 +276,14 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             lease = self._lease(active)
-            missing = self.cache.missing(lease, len(active.tokens))
-            end = self._chunk_end(lease.cached_tokens, len(active.tokens), rows)
-            too_large = not self.cache.fits(lease, len(active.tokens)) or len(lease.pages) + missing > page_budget
-            if too_large or end == lease.cached_tokens:
+            missing = self.cache.missing(lease, active.places)
+            start = active.next_row(lease.cached_tokens)
+            end = self._chunk_end(active, start, rows)
+            too_large = not self.cache.fits(lease, active.places) or len(lease.pages) + missing > page_budget
+            if too_large or end == start:
                 self.cache.end(lease, [])
                 return
-            self.cache.extend(lease, len(active.tokens))
+            self.cache.extend(lease, active.places)
             page_budget -= len(lease.pages)
             heapq.heappop(self._waiting)
             self._start(active, lease)
@@ -274,13 +292,16 @@ class Scheduler:
                 plan.restores.append((lease.restore, active.slot))
             rows -= self._add_chunk(active, plan, launch, end)
 
-    def _chunk_end(self, start: int, total: int, rows: int) -> int:
+    def _chunk_end(self, active: ActiveRequest, start: int, rows: int) -> int:
         """Where a prefill chunk from `start` of at most `rows` tokens ends; `start` when it must wait for more rows.
 
         What is left for the last chunk is enough for it, and where the model's state would not serve the prompt's last
         whole page otherwise, a chunk ends there.
         """
+        total = len(active.tokens)
         end = min(total, start + rows)
+        if active.score is not None and active.score.items:
+            return active.score.end(start, end)
         if 0 < total - end < self.rules.last_chunk:
             end = max(start, total - self.rules.last_chunk)
         whole = total - total % self.cache.page_size
@@ -294,7 +315,7 @@ class Scheduler:
         active.slot = self._slots.pop()
         active.sent_pages = 0
         active.prefill_end = len(active.tokens)
-        active.launched = active.filled = lease.cached_tokens
+        active.launched = active.filled = active.next_row(lease.cached_tokens)
         active.launched_samples = len(active.tokens) - active.prompt_tokens
         if active.cached_tokens < 0:
             active.cached_tokens = lease.cached_tokens
@@ -305,18 +326,23 @@ class Scheduler:
 
     def _add_chunk(self, active: ActiveRequest, plan: StepPlan, launch: Launch, end: int) -> int:
         """Plan the prefill chunk of a request that ends at `end`; returns how many tokens it has."""
-        start = active.launched
+        start, score = active.launched, active.score
         if end == start:
             return 0
-        self._send_pages(active, plan, start, end)
+        place = active.place(start)
+        self._send_pages(active, plan, min(place, active.shareable), place + end - start)
         sampling = active.request.sampling
         sample = end == active.prefill_end and sampling.max_tokens > 0
         targets = active.targets(start, end)
         tokens = active.tokens[start:end]
-        plan.chunks.append(PrefillChunk(active.slot, start, tokens, sample, targets, sampling.prompt_logprobs or 0))
-        launch.chunks.append((active, end, sample, bool(targets)))
+        chunk = PrefillChunk(active.slot, place, tokens, sample, targets, sampling.prompt_logprobs or 0)
+        if score is not None:
+            chunk.read_rows, chunk.labels = score.take_rows(start, end)
+            chunk.items = score.item_rows(start, end)
+        plan.chunks.append(chunk)
+        launch.chunks.append((active, end, chunk))
         active.scored = max(active.scored, min(end, active.prompt_tokens - 1))
-        active.launched = end
+        active.launched = active.next_row(end)
         active.launched_samples += sample
         active.in_flight += 1
         active.last_step = self._step
@@ -378,19 +404,34 @@ class Scheduler:
 
     # --- results ---------------------------------------------------------------------------------------------------
 
-    def _take_chunk(self, active: ActiveRequest, filled: int, scores: list[TokenLogprobs] | None) -> None:
-        active.filled = filled
+    def _take_chunk(
+        self,
+        active: ActiveRequest,
+        filled: int,
+        scores: list[TokenLogprobs] | None,
+        label_logprobs: list[list[float]] | None,
+    ) -> None:
+        before, active.filled = active.filled, filled
         done = filled == active.prefill_end
-        if done:
+        if done or (active.score is not None and before < active.score.query <= filled):
             assert active.lease is not None
-            self.cache.share(active.lease, active.tokens[:filled])
+            self.cache.share(active.lease, active.shared)
+        if done:
             row = active.marks.pop(filled - filled % self.cache.page_size, -1)
             if row >= 0:
+                assert active.lease is not None
                 self.cache.keep_state(active.lease, row)
         only_scores = done and active.request.sampling.max_tokens == 0
-        if scores is None and not only_scores:
+        if scores is None and label_logprobs is None and not only_scores:
             return
-        output = RequestOutput(active.request.id, [], prompt_logprobs=scores, queue_s=active.queue_s)
+        output = RequestOutput(
+            active.request.id,
+            [],
+            cached_tokens=active.cached_tokens,
+            prompt_logprobs=scores,
+            queue_s=active.queue_s,
+            scores=label_logprobs,
+        )
         if only_scores:
             output.finish_reason = FinishReason.LENGTH
             self.stats.finished += 1
@@ -446,7 +487,7 @@ class Scheduler:
     def _release(self, active: ActiveRequest) -> None:
         assert active.lease is not None
         row = active.marks.pop(active.filled - active.filled % self.cache.page_size, -1)
-        self.cache.end(active.lease, active.tokens[: active.filled], row)
+        self.cache.end(active.lease, active.shared, row)
         if self.cache.snapshots is not None:
             for unused in active.marks.values():
                 self.cache.snapshots.give_back(unused)
@@ -464,5 +505,5 @@ class Scheduler:
         assert len(set(private)) == len(private) == self.cache.pool.held, "a page has two owners or none"
         for active in self._running:
             assert active.lease is not None
-            assert active.launched <= len(active.lease.pages) * self.cache.page_size
+            assert min(active.launched, active.places) <= len(active.lease.pages) * self.cache.page_size
             assert active.filled <= active.launched

@@ -12,6 +12,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
+from lowlat.layers.item_attention import item_attention
 from lowlat.layers.step import DecodeGroup, Segment, StepInputs
 
 # Masks are built for at most so many (query, key) pairs at a time; longer prefills go block by block.
@@ -52,6 +53,10 @@ def paged_attention(
         end = segment.first + segment.rows
         out = _segment(q_RND[segment.first : end], keys_SKD, values_SKD, segment, rule)
         out_RX[segment.first : end] = out.reshape(segment.rows, heads * head_dim)
+    for items in step.items:
+        end = items.first + items.rows
+        out = item_attention(q_RND[items.first : end], keys_SKD, values_SKD, items, rule)
+        out_RX[items.first : end] = out.reshape(items.rows, heads * head_dim)
     for group in step.decodes:
         q_BKGD = q_RND.index_select(0, group.rows).view(-1, kv_heads, heads // kv_heads, head_dim)
         out_RX.index_copy_(0, group.rows, _decode_group(q_BKGD, keys_SKD, values_SKD, group, rule).flatten(1))

@@ -1,6 +1,7 @@
 """What a model sees of a step: rows, where they stand, where they write, and what they may look at.
 
-Legend of shape suffixes: R rows, L tokens that a request's rows may see (its length after the step).
+Legend of shape suffixes: R rows, L tokens that a request's rows may see (its length after the step), T rows of a group
+of items, P tokens of a span, B items of a batch.
 """
 
 from __future__ import annotations
@@ -36,6 +37,44 @@ class DecodeGroup(msgspec.Struct):
     mask: torch.Tensor | None
 
 
+class KeySpan(msgspec.Struct):
+    """Tokens whose keys stand in the cache: their KV slots in order; `run` as in `Segment`."""
+
+    length: int
+    slots_P: torch.Tensor
+    run: int
+
+
+class ItemBatch(msgspec.Struct):
+    """Items of similar length: for each its rows in the group and their KV slots, both [B, L].
+
+    Shorter ones are filled up at the end with their first row, which no row before the end sees.
+    """
+
+    rows_BL: torch.Tensor
+    slots_BL: torch.Tensor
+
+
+class ItemGroup(msgspec.Struct):
+    """Neighbouring rows of one request that are items: `rows` from row `first` on.
+
+    Each row sees `prefix` and the rows of its own item up to itself; rows of the first piece, which may go on with an
+    item of an earlier chunk, also see `earlier`, the tokens of that item before them.
+    """
+
+    first: int
+    rows: int
+    prefix: KeySpan
+    earlier: KeySpan
+    first_rows: int
+    """Rows of the first piece."""
+    offsets_T: torch.Tensor
+    """Place of each row in its item."""
+    batches: list[ItemBatch]
+    places_T: torch.Tensor
+    """Where each row stands in the batches, laid out one behind the other."""
+
+
 class StepInputs(msgspec.Struct):
     """One step. Rows beyond `real_rows` are padding: they write no page that a request owns and are never sampled."""
 
@@ -48,3 +87,4 @@ class StepInputs(msgspec.Struct):
     decodes: list[DecodeGroup]
     sample_rows: torch.Tensor
     """Rows whose logits are wanted, in this order."""
+    items: list[ItemGroup] = []
