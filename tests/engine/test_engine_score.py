@@ -41,7 +41,8 @@ def test_items_see_the_query_and_themselves():
     request = score_request("a", [7, 8, 9, 4, 5], [[1], [2, 3], [4], [1, 2, 3, 4, 5, 6]])
     core.submit(request)
     check_scores(core, device, [request])
-    assert device.rows == 15 and device.most_chunks == 1
+    assert device.rows == 15
+    assert device.most_chunks == 1
 
 
 def test_the_query_alone_stays_in_the_cache():

@@ -33,8 +33,9 @@ class StateSimulator(KVSimulator):
         self.begun: dict[int, int] = {}
         self.short_last_chunks = self.cut_last_chunks = self.saved_late = 0
 
-    def compute(self, slot: int, position: int, token: int) -> int:
-        digest = super().compute(slot, position, token)
+    def compute(self, slot: int, position: int, token: int, hidden: range = range(0)) -> int:
+        assert not hidden, "models with state have no items"
+        digest = super().compute(slot, position, token, hidden)
         ring = self.rings.setdefault(slot, {})
         places = self.places
         for before in range(max(0, position - WINDOW), position):

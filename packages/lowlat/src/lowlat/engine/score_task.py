@@ -110,11 +110,7 @@ def check_task(task: ScoreTask, prompt_tokens: int, max_tokens: int) -> None:
     rows: Sequence[int] = task.rows
     if max_tokens or not rows or len(task.labels) not in (1, len(rows)):
         raise ValueError("a score needs max_tokens 0, rows to read, and labels for all or for each of them")
-    if (
-        rows[0] < 0
-        or rows[-1] >= prompt_tokens
-        or any(left >= right for left, right in pairwise(rows))
-    ):
+    if rows[0] < 0 or rows[-1] >= prompt_tokens or any(left >= right for left, right in pairwise(rows)):
         raise ValueError("the rows of a score are ascending places in its prompt")
     if any(length < 1 for length in task.items) or sum(task.items) > prompt_tokens:
         raise ValueError("items have a token or more, and are the end of the prompt")
