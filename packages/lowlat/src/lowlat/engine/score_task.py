@@ -78,7 +78,7 @@ class ScoreProgress:
         return self._ends[max(0, bisect_right(self._ends, row) - 1)]
 
     def end(self, start: int, end: int) -> int:
-        """The last end of an item in a chunk [start, end), which may begin inside one; `end` where an item is longer."""
+        """The last end of an item in a chunk [start, end), which may begin inside one; `end` where one is longer."""
         if start < self.query and self.start(self.query) > self.query:
             return min(end, self.query)
         if start > self.query and self._item_start(start) < start:
