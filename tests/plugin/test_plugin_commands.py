@@ -135,12 +135,16 @@ def server():
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env)
     try:
         assert process.stderr is not None
+        loggers = set()
         for line in process.stderr:
-            if line.startswith("{") and json.loads(line).get("event") == "ready":
+            said = json.loads(line)  # the engine's lines have the front's form
+            loggers.add(said["logger"])
+            if said["event"] == "ready":
                 break
         else:
             pytest.fail("the server did not start")
-        with httpx.Client(base_url=json.loads(line)["address"], timeout=30) as client:
+        assert {"lowlat.plugins", "lowlat.server"} <= loggers
+        with httpx.Client(base_url=said["address"], timeout=30) as client:
             yield client
     finally:
         process.terminate()

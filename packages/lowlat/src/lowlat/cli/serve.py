@@ -96,7 +96,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API, on localhost unless told otherwise."""
     from lowlat.engine.client import EngineClient
-    from lowlat.server.logs import log_event, set_up_logging
+    from lowlat.engine.supervisor import engine_program
+    from lowlat.logs import log_event, set_up_logging
 
     begun = time.monotonic()
     lines_are_json = set_up_logging(log_format)
@@ -126,7 +127,8 @@ def serve(
                 flush=True,
             )
 
-    engine = EngineClient(config, on_progress=on_progress)
+    program = engine_program(lines_are_json)
+    engine = EngineClient(config, program=program, on_progress=on_progress)
     engine.spawn()  # it loads while this process imports the server
     try:
         from lowlat.server.run import serve as run_server

@@ -41,6 +41,7 @@ from lowlat.engine.messages import (  # noqa: E402
     encode,
 )
 from lowlat.engine.request import FinishReason, RequestOutput  # noqa: E402
+from lowlat.logs import set_up_logging  # noqa: E402
 from lowlat.models.config import UnsupportedModelError  # noqa: E402
 from lowlat.models.loading.errors import CheckpointError  # noqa: E402
 
@@ -208,8 +209,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the engine process; started by the front")
     for name in ("--commands", "--events", "--config"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--log-format", choices=("json", "text"), default="text")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(arguments.log_format)
     # oneDNN keeps compiled code and buffers, about half a megabyte, for every shape that it met: by default 1,024 of
     # them, and each number of rows in a step is a shape of its own.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")

@@ -19,6 +19,12 @@ from lowlat.engine.messages import Command, Event, decode_event, encode
 
 ENGINE_PROGRAM: tuple[str, ...] = (sys.executable, "-m", "lowlat.engine.process")
 
+
+def engine_program(lines_are_json: bool) -> tuple[str, ...]:
+    """The engine's command, whose log lines have the front's form."""
+    return (*ENGINE_PROGRAM, "--log-format", "json" if lines_are_json else "text")
+
+
 # As plain numbers: the library's enumerations cost microseconds for each message.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 

@@ -14,8 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lowlat.logs import log_event
 from lowlat.server.errors import ApiError, unexpected
-from lowlat.server.logs import log_event
 from lowlat.server.state import ServerState
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})

@@ -22,8 +22,9 @@ from starlette.types import ASGIApp
 from lowlat.engine.client import EngineClient, EngineUnavailableError
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.messages import Ready
+from lowlat.engine.supervisor import engine_program
+from lowlat.logs import log_event, set_up_logging
 from lowlat.server.app import create_admin_app, create_app
-from lowlat.server.logs import log_event, set_up_logging
 from lowlat.server.settings import ServerSettings
 from lowlat.server.state import ServerState
 from lowlat.server.text_model import TextModel, load_text_model
@@ -98,9 +99,9 @@ def serve(
     Raises:
         StartError: the engine or the tokenizer could not be loaded, or the address is taken.
     """
-    set_up_logging(settings.log_format)
+    program = engine_program(set_up_logging(settings.log_format))
     allow_many_files()
-    engine = engine or EngineClient(config, heartbeat_timeout=settings.heartbeat_timeout_s)
+    engine = engine or EngineClient(config, program=program, heartbeat_timeout=settings.heartbeat_timeout_s)
     return _run(_serve(config, settings, engine, load_text, on_ready))
 
 

@@ -12,9 +12,9 @@ import msgspec
 
 from lowlat.engine.client import EngineClient, EngineUnavailableError
 from lowlat.engine.messages import Ready
+from lowlat.logs import log_event
 from lowlat.server.errors import ApiError, bad_field, unavailable
 from lowlat.server.generation import Generation
-from lowlat.server.logs import log_event
 from lowlat.server.metrics import FrontMetrics
 from lowlat.server.plan import Plan
 from lowlat.server.settings import ServerSettings

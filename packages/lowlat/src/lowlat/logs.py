@@ -50,7 +50,7 @@ def _utc(seconds: float) -> str:
 
 
 def set_up_logging(form: str = "auto", level: int = logging.INFO) -> bool:
-    """Send the server's and uvicorn's log lines to stderr; returns whether they are JSON.
+    """Send lowlat's and uvicorn's log lines to stderr; returns whether they are JSON.
 
     `form` is `json`, `text` or `auto` (text on a terminal).
     """
