@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -22,6 +23,9 @@ class Communicator(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place."""
 
+    def start_all_reduce(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to sum `x` over the ranks, in place; call what is returned for the sum. Ranks start in one order."""
+
     def gather_columns(self, x_RC: torch.Tensor, total: int) -> torch.Tensor:
         """Join the ranks' parts of the last dimension (cut by `Shard.part`) to `total` columns on every rank."""
 
@@ -37,6 +41,10 @@ class SingleRank:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Nothing to sum."""
         return x
+
+    def start_all_reduce(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Nothing to sum."""
+        return lambda: x
 
     def gather_columns(self, x_RC: torch.Tensor, total: int) -> torch.Tensor:
         """Nothing to join."""
@@ -76,8 +84,17 @@ class TorchGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place."""
-        self._wait(dist.all_reduce(x, async_op=True))
-        return x
+        return self.start_all_reduce(x)()
+
+    def start_all_reduce(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to sum `x` over the ranks, in place; call what is returned for the sum. Ranks start in one order."""
+        work = dist.all_reduce(x, async_op=True)
+
+        def wait() -> torch.Tensor:
+            self._wait(work)
+            return x
+
+        return wait
 
     def gather_columns(self, x_RC: torch.Tensor, total: int) -> torch.Tensor:
         """Join the ranks' columns; parts are padded to one size for the exchange."""

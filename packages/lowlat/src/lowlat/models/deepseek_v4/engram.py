@@ -11,7 +11,7 @@ from lowlat.layers import engram as ops
 from lowlat.layers import fp8
 from lowlat.models.deepseek_v4.caches import DeepseekCaches
 from lowlat.models.deepseek_v4.config import DeepseekConfig
-from lowlat.models.deepseek_v4.engram_tables import EngramTable
+from lowlat.models.deepseek_v4.engram_tables import EngramTable, LookUp
 from lowlat.models.deepseek_v4.step import StateSegment
 from lowlat.models.deepseek_v4.weights import Weights
 
@@ -39,9 +39,9 @@ class Engram:
         self.constants, self.table = constants, table
         self.weights = ops.EngramWeights(weights.fp8(f"{name}.wkv"), gain)
 
-    def look_up(self, ids_RS: torch.Tensor) -> torch.Tensor:
-        """Bytes [R, C, B] for compressed ids of each row's last tokens; needs nothing but tokens."""
-        return self.table.rows(ops.hash_rows(ids_RS, self.constants))
+    def look_up(self, ids_RS: torch.Tensor) -> LookUp:
+        """Start the look-up for compressed ids of each row's last tokens; it needs nothing but tokens."""
+        return self.table.start(ops.hash_rows(ids_RS, self.constants))
 
     def update(self, streams_RnH: torch.Tensor, found_RCB: torch.Tensor, image_R: torch.Tensor) -> torch.Tensor:
         """The streams with this layer's memory added; rows of image tokens keep theirs."""

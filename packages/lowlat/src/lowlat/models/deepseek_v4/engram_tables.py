@@ -6,13 +6,17 @@ then scales).
 `shards`: each rank holds its columns and an all-reduce joins them; `peer`: each rank holds its columns in memory that
 every rank of the node maps; `host`: one copy in host memory for the whole node, here the checkpoint's own file mapped
 read-only, so that it takes no loading and the ranks share its pages.
+
+A look-up is started as soon as a step's tokens are known, and runs beside the layers before the one that needs it: the
+all-reduce of `shards` in the group's threads, the reads of `peer` and `host`, which may wait for a disk, in `reader`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -27,19 +31,20 @@ if TYPE_CHECKING:
     from lowlat.models.deepseek_v4.weights import Weights
 
 Placement = Literal["shards", "peer", "host"]
+WantedPlacement = Literal["auto", "shards", "peer", "host"]
+LookUp = Callable[[], torch.Tensor]
+"""A look-up that was started; calling it waits for its bytes [R, C, B]."""
 _CHUNK_ROWS = 1 << 20
 
 
 class EngramTable(Protocol):
     """Looks up rows."""
 
-    def rows(self, ids_RC: torch.Tensor) -> torch.Tensor:
-        """Bytes [R, C, B] of the table rows `ids_RC`; the same on every rank."""
+    def start(self, ids_RC: torch.Tensor) -> LookUp:
+        """Begin to read the table rows `ids_RC`; the bytes are the same on every rank."""
 
 
-def choose_placement(
-    wanted: Literal["auto", "shards", "peer", "host"], table_bytes: int, ranks: int, device_bytes_free: int
-) -> Placement:
+def choose_placement(wanted: WantedPlacement, table_bytes: int, ranks: int, device_bytes_free: int) -> Placement:
     """`wanted`, or for `auto` shards where a rank's part fits into its free device memory, else the host's copy."""
     if wanted != "auto":
         return wanted
@@ -53,11 +58,16 @@ def column_part(constants: EngramHash, shard: Shard) -> tuple[slice, slice]:
     return columns, slice(starts[columns.start], starts[columns.stop])
 
 
-def read_part(weights: Weights, name: str, rows: slice) -> torch.Tensor:
-    """Bytes [rows, B] of a part of a stored table, read a piece at a time."""
-    first = weights.raw(f"{name}.weight", rows=slice(0, 1)).shape[1]
-    scales = weights.raw(f"{name}.scale", rows=slice(0, 1)).shape[1]
-    part = torch.empty(rows.stop - rows.start, first + scales, dtype=torch.uint8)
+def row_bytes(weights: Weights, name: str) -> int:
+    """Bytes of one row of a stored table: values, then scales."""
+    return sum(weights.checkpoint.shape(weights.stored_name(f"{name}.{part}"))[1] for part in ("weight", "scale"))
+
+
+def read_part(weights: Weights, name: str, rows: slice, part: torch.Tensor | None = None) -> torch.Tensor:
+    """Bytes [rows, B] of a part of a stored table, read a piece at a time (into `part` where it is given)."""
+    if part is None:
+        part = torch.empty(rows.stop - rows.start, row_bytes(weights, name), dtype=torch.uint8)
+    first = weights.checkpoint.shape(weights.stored_name(f"{name}.weight"))[1]
     for start in range(rows.start, rows.stop, _CHUNK_ROWS):
         piece = slice(start, min(rows.stop, start + _CHUNK_ROWS))
         at = slice(piece.start - rows.start, piece.stop - rows.start)
@@ -72,58 +82,55 @@ class ShardedTable:
     def __init__(self, part_XB: torch.Tensor, constants: EngramHash, communicator: Communicator) -> None:
         self.part_XB = part_XB
         self.columns, self.table_rows = column_part(constants, communicator.shard)
-        self._all_reduce = communicator.all_reduce
+        self._start_all_reduce = communicator.start_all_reduce
 
-    def rows(self, ids_RC: torch.Tensor) -> torch.Tensor:
-        """Bytes [R, C, B]."""
+    def start(self, ids_RC: torch.Tensor) -> LookUp:
+        """Read this rank's columns and begin the all-reduce."""
         out = torch.zeros(*ids_RC.shape, self.part_XB.shape[1], dtype=torch.uint8)
         out[:, self.columns] = self.part_XB[ids_RC[:, self.columns] - self.table_rows.start]
-        return self._all_reduce(out)
+        return self._start_all_reduce(out)
 
 
 class PeerTable:
     """All ranks' parts, mapped into every rank: each looks up all columns itself, wherever they lie."""
 
-    def __init__(self, parts_XB: Sequence[torch.Tensor], constants: EngramHash) -> None:
-        self.parts_XB = parts_XB
+    def __init__(self, parts_XB: Sequence[torch.Tensor], constants: EngramHash, reader: Executor) -> None:
+        self.parts_XB, self._reader = parts_XB, reader
         self._columns = [column_part(constants, Shard(rank, len(parts_XB))) for rank in range(len(parts_XB))]
 
-    def rows(self, ids_RC: torch.Tensor) -> torch.Tensor:
-        """Bytes [R, C, B]."""
+    def start(self, ids_RC: torch.Tensor) -> LookUp:
+        """Begin to read from all parts."""
+        return self._reader.submit(self._read, ids_RC).result
+
+    def _read(self, ids_RC: torch.Tensor) -> torch.Tensor:
         found = [
             part[ids_RC[:, columns] - table_rows.start]
             for part, (columns, table_rows) in zip(self.parts_XB, self._columns, strict=True)
         ]
         return torch.cat(found, 1)
 
-    @staticmethod
-    def publish(part_XB: torch.Tensor, path: Path) -> None:
-        """Put a rank's part where peers can map it: a file in shared memory."""
-        part_XB.numpy().tofile(path)
-
-    @staticmethod
-    def map_part(path: Path, row_bytes: int) -> torch.Tensor:
-        """Map a published part, read-only by agreement (torch has no read-only tensors)."""
-        size = path.stat().st_size
-        flat = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        return flat.view(-1, row_bytes)
-
 
 class HostTable:
     """One copy for all ranks of a node: the checkpoint's file, mapped read-only."""
 
-    def __init__(self, values: np.ndarray, scales: np.ndarray) -> None:
-        self._values, self._scales = values, scales
+    def __init__(self, values: np.ndarray, scales: np.ndarray, reader: Executor) -> None:
+        self._reader = reader
+        with warnings.catch_warnings():
+            # torch has no read-only tensors; nothing here writes these, and a write would fail.
+            warnings.filterwarnings("ignore", message=".*not writable")
+            self._values, self._scales = torch.from_numpy(values), torch.from_numpy(scales)
 
     @classmethod
-    def open(cls, weights: Weights, name: str) -> HostTable:
+    def open(cls, weights: Weights, name: str, reader: Executor) -> HostTable:
         """Map a stored table. Raises `CheckpointError` when it is missing."""
-        return cls(*(_map(weights, f"{name}.{part}") for part in ("weight", "scale")))
+        return cls(_map(weights, f"{name}.weight"), _map(weights, f"{name}.scale"), reader)
 
-    def rows(self, ids_RC: torch.Tensor) -> torch.Tensor:
-        """Bytes [R, C, B]."""
-        ids = ids_RC.numpy()
-        return torch.from_numpy(np.concatenate([self._values[ids], self._scales[ids]], -1))
+    def start(self, ids_RC: torch.Tensor) -> LookUp:
+        """Begin to read from the file."""
+        return self._reader.submit(self._read, ids_RC).result
+
+    def _read(self, ids_RC: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._values[ids_RC], self._scales[ids_RC]], -1)
 
 
 def _map(weights: Weights, name: str) -> np.ndarray:

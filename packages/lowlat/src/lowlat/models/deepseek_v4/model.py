@@ -5,7 +5,7 @@ Legend of shape suffixes: R rows, M sampled rows, H hidden, n streams, V vocabul
 
 from __future__ import annotations
 
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,11 +26,13 @@ from lowlat.models.deepseek_v4.engram import Engram, layer_hashes, step_history
 from lowlat.models.deepseek_v4.engram_tables import (
     EngramTable,
     HostTable,
+    LookUp,
     PeerTable,
     Placement,
     ShardedTable,
     column_part,
     read_part,
+    row_bytes,
 )
 from lowlat.models.deepseek_v4.layer import FeedForward, Streams, first_pre
 from lowlat.models.deepseek_v4.replay import tail_of
@@ -38,6 +40,7 @@ from lowlat.models.deepseek_v4.step import StateSegment
 from lowlat.models.deepseek_v4.token_map import load_token_map
 from lowlat.models.deepseek_v4.weights import Weights
 from lowlat.parallel.group import Communicator
+from lowlat.parallel.shared_parts import share_parts
 
 if TYPE_CHECKING:
     from lowlat.models.loading.checkpoint import Checkpoint
@@ -47,13 +50,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How a model computes.
 
     `replay_tail`: bounded replay on the decoder side: prefill runs the layers from the last KV source on for so many
-    last rows of each segment only (0: off, exact). `shared_memory`: folder for the `peer` placement's parts.
+    last rows of each segment only (0: off, exact).
     """
 
     quantised: bool = True
     compute: torch.dtype | None = None
     engram: Placement = "shards"
-    shared_memory: str | None = None
     replay_tail: int = 0
     draft: bool = True
 
@@ -138,6 +140,7 @@ class DeepseekV4:
     def _read_engram(self, weights: Weights, checkpoint: Checkpoint) -> None:
         config = self.config
         self.engrams: dict[int, Engram] = {}
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engram")
         self.token_map: torch.Tensor | None = None
         if not config.engram_layer_ids:
             return
@@ -155,19 +158,16 @@ class DeepseekV4:
     def _table(self, weights: Weights, name: str, layer: int) -> EngramTable:
         constants = layer_hashes(self.config)[layer]
         if self.options.engram == "host":
-            return HostTable.open(weights, name)
+            return HostTable.open(weights, name, self._reader)
         shard = self.communicator.shard
-        part = read_part(weights, name, column_part(constants, shard)[1])
+        own = column_part(constants, shard)[1]
         if self.options.engram == "shards":
-            return ShardedTable(part, constants, self.communicator)
-        if self.options.shared_memory is None:
-            raise UnsupportedModelError("the peer placement of Engram needs a folder in shared memory")
-        folder = Path(self.options.shared_memory)
-        PeerTable.publish(part, folder / f"engram.{layer}.{shard.rank}")
-        # A sum over ranks that each give one: all parts are there.
-        self.communicator.all_reduce(torch.ones(1))
-        parts = [PeerTable.map_part(folder / f"engram.{layer}.{rank}", part.shape[1]) for rank in range(shard.size)]
-        return PeerTable(parts, constants)
+            return ShardedTable(read_part(weights, name, own), constants, self.communicator)
+        size = row_bytes(weights, name)
+        parts = share_parts(
+            self.communicator, own.stop - own.start, size, lambda part: read_part(weights, name, own, part)
+        )
+        return PeerTable(parts, constants, self._reader)
 
     def head_logits(self, x_MH: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of normed rows, on every rank."""
@@ -193,7 +193,7 @@ class DeepseekV4:
         for index, layer in enumerate(self.layers):
             if layer.engram is not None:
                 image_R = tokens_R == (-1 if config.image_token_id is None else config.image_token_id)
-                streams_RnH = layer.engram.update(streams_RnH, found[index], image_R)
+                streams_RnH = layer.engram.update(streams_RnH, found[index](), image_R)
             if index in config.dspark_target_layer_ids:
                 features.append(numerics.store(streams_RnH.mean(1)))
             if tail is not None and index == self._replay_layer():
@@ -230,8 +230,8 @@ class DeepseekV4:
 
     def _look_up(
         self, tokens_R: torch.Tensor, segments: list[StateSegment], caches: DeepseekCaches
-    ) -> dict[int, torch.Tensor]:
-        """All layers' table rows, as soon as the step's tokens are known: nothing else is needed for them."""
+    ) -> dict[int, LookUp]:
+        """Start all layers' look-ups, as soon as the step's tokens are known: nothing else is needed for them."""
         if self.token_map is None:
             return {}
         history = step_history(tokens_R, segments, caches, self.config, self.token_map)
