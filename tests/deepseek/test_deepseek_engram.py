@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import dsv4_layers as reference
 import msgspec
@@ -177,3 +180,40 @@ def test_table_parts_are_read_in_pieces(tiny_v41: Path, monkeypatch: pytest.Monk
         parts.append(read_part(weights, "layers.1.engram.embed", column_part(constants, Shard(rank, 3))[1]))
     assert torch.equal(torch.cat(parts), whole)
     assert whole.shape == (2914, 33)
+
+
+@pytest.mark.parametrize("placement", ["shards", "peer", "host"])
+def test_look_ups_start_before_the_first_layer_and_end_at_theirs(
+    tiny_v41: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    """Nothing but tokens is needed: a look-up that is not done yet holds up its own layer only."""
+    model = load(tiny_v41, engram=placement)
+    tokens = some_tokens(20, seed=43)
+    expected = Runner(model).prefill(0, tokens)
+    events: list[str] = []
+    release = threading.Event()
+    for layer, engram in model.engrams.items():
+
+        def start(ids: torch.Tensor, table: Any = engram.table, layer: int = layer) -> Any:
+            started = table.start(ids)
+            events.append(f"start {layer}")
+
+            def wait() -> torch.Tensor:
+                events.append(f"wait {layer}")
+                assert release.is_set(), "layers before the look-up's own must not wait for it"
+                return started()
+
+            return wait
+
+        engram.table = SimpleNamespace(start=start)
+    for index, layer in enumerate(model.layers):
+
+        def forward(*given: Any, attention: Any = layer.attention, index: int = index) -> torch.Tensor:
+            events.append(f"layer {index}")
+            release.set()
+            return type(attention).forward(attention, *given)
+
+        monkeypatch.setattr(layer.attention, "forward", forward)
+    assert torch.equal(Runner(model).prefill(0, tokens), expected)
+    ran = ["start 1", "start 2", "layer 0", "wait 1", "layer 1", "wait 2", "layer 2", "layer 3", "layer 4", "layer 5"]
+    assert events == ran

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from deepseek_kit import Runner, load, some_tokens
 
-from lowlat.engine.build import build_engine
+from lowlat.engine.build import SetupError, build_engine
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.models.base import DraftRequest
+from lowlat.platform.cpu import CpuPlatform
 
 COUNT = 8
 
@@ -156,3 +157,28 @@ def test_snapshots_are_right_when_drafts_are_accepted(tiny_v41: Path) -> None:
             assert stats.cached_tokens - before[0] == (length - 1) // 16 * 16
     finally:
         core.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "memory", "found"),
+    [("auto", 1 << 33, "shards"), ("auto", 1 << 20, "host"), ("peer", 0, "peer"), ("host", 1 << 33, "host")],
+)
+def test_engram_lies_where_the_flag_and_the_memory_say(
+    tiny_v41: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, memory: int, found: str
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "memory_available", lambda self: memory)
+    core = make(tiny_v41, engram_placement=wanted)
+    try:
+        model = core.executor._run.__self__.model
+        assert model.engram_placement == found
+        tables = {type(engram.table).__name__ for engram in model.model.engrams.values()}
+        assert tables == {{"shards": "ShardedTable", "peer": "PeerTable", "host": "HostTable"}[found]}
+    finally:
+        core.close()
+
+
+def test_flags_of_other_models_are_refused(tiny_v4: Path) -> None:
+    with pytest.raises(SetupError, match="has no Engram tables; leave it out"):
+        make(tiny_v4, dtype="float32", engram_placement="host")
+    with pytest.raises(SetupError, match=r"--chunk-tokens 15: .* use 16 or more"):
+        make(tiny_v4, dtype="float32", chunk_tokens=15)

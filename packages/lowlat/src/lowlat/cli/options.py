@@ -71,6 +71,16 @@ ENGINE_OPTIONS: dict[str, Any] = {
             "--run-ahead", panel=_COMPUTE, min=0, help="Steps launched before the result of an earlier one is read."
         ),
     ],
+    "engram_placement": Annotated[
+        Literal["auto", "shards", "peer", "host"],
+        _option(
+            "--engram-placement",
+            panel=_MEMORY,
+            help="Where Engram tables (DeepSeek-V4.1) lie: shards, each rank its columns, joined by an all-reduce; "
+            "peer, each rank maps all ranks' columns; host, one copy for the node, mapped from the checkpoint; "
+            "auto: shards where they fit into memory, else host. Answers stay the same.",
+        ),
+    ],
     "spec": Annotated[
         Literal["off", "ngram", "draft"],
         _option(

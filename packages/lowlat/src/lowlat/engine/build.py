@@ -116,7 +116,13 @@ def build_rank(
     platform.set_threads(threads)
     max_context = _max_context(config, checkpoint)
     build = BuildContext(
-        platform, communicator, torch_dtype(dtype), max_context, config.spec == "draft", page_size=config.page_size
+        platform,
+        communicator,
+        torch_dtype(dtype),
+        max_context,
+        config.spec == "draft",
+        page_size=config.page_size,
+        engram_placement=config.engram_placement,
     )
     with _refusals():
         kernels = LowLatencyMode(config, checkpoint, platform, communicator, dtype)
@@ -209,6 +215,10 @@ def _width(config: EngineConfig, model: Model) -> int:
 
 
 def _rules(config: EngineConfig, model: Model) -> PrefillRules:
+    if config.engram_placement != "auto" and getattr(model, "engram_placement", None) is None:
+        raise SetupError(
+            f"--engram-placement {config.engram_placement}: {config.model} has no Engram tables; leave it out"
+        )
     rules = prefill_rules(model)
     if config.chunk_tokens < rules.last_chunk:
         raise SetupError(

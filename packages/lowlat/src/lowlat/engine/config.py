@@ -31,6 +31,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     run_ahead: int = 1
     """Steps launched before the result of an earlier one is read (0: none)."""
+    engram_placement: str = "auto"
+    """Where Engram tables (DeepSeek-V4.1) lie. `shards`: each rank holds its columns, an all-reduce joins them; `peer`:
+    each rank maps all ranks' columns; `host`: one copy for the node, the checkpoint's own file mapped; `auto`: `shards`
+    where a rank's columns fit into memory beside its weights, else `host`."""
     spec: str = "off"
     """`off`; `ngram`: guess tokens that followed the same words before; `draft`: ask the model's own draft (DSpark).
     Several guesses are checked in one step."""

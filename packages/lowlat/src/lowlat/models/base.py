@@ -33,6 +33,8 @@ class BuildContext(msgspec.Struct, frozen=True):
     """Whether the model's own draft is wanted (`DraftingModel`)."""
     page_size: int = 16
     """Tokens of a page."""
+    engram_placement: str = "auto"
+    """Where Engram tables lie, for models that have them."""
 
 
 class ModelConfig(Protocol):

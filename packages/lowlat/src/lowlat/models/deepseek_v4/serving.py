@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
 import msgspec
 import torch
@@ -14,6 +14,8 @@ from lowlat.layers.step import Segment, StepInputs
 from lowlat.models.base import BuildContext, DraftRequest, LoadProgress
 from lowlat.models.config import UnsupportedModelError
 from lowlat.models.deepseek_v4.caches import DeepseekCaches
+from lowlat.models.deepseek_v4.config import read_deepseek_config
+from lowlat.models.deepseek_v4.engram_tables import Placement, WantedPlacement, choose_placement
 from lowlat.models.deepseek_v4.model import DeepseekV4, Options
 from lowlat.models.deepseek_v4.step import StateSegment
 
@@ -43,9 +45,12 @@ class ServedDeepseek:
             raise UnsupportedModelError(f"{checkpoint.name}: this family is computed on CPUs only; use --device cpu")
         if build.dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedModelError(f"{checkpoint.name}: dtype must be float32 or bfloat16, not {build.dtype}")
-        options = Options(quantised=build.dtype == torch.bfloat16, draft=build.draft)
+        options = Options(
+            quantised=build.dtype == torch.bfloat16, draft=build.draft, engram=_placement(checkpoint, build)
+        )
         self.model = DeepseekV4(checkpoint, build.communicator, options, progress)
         self.config = self.model.config
+        self.engram_placement = options.engram if self.model.engrams else None
         self.draft_block = self.model.draft.block if self.model.draft is not None else 0
         self._page_size = build.page_size
 
@@ -90,6 +95,17 @@ class ServedDeepseek:
         assert self.model.draft is not None
         tokens: list[list[int]] = self.model.draft.propose(requests, caches).tokens.tolist()
         return tokens
+
+
+def _placement(checkpoint: Checkpoint, build: BuildContext) -> Placement:
+    """Where Engram's tables lie: as wanted, or by what memory the other weights leave; rank 0 decides."""
+    config, ranks = read_deepseek_config(checkpoint.config), build.communicator.shard.size
+    table = sum(config.engram_num_embeddings) * (config.engram_head_dim + config.engram_head_dim // 32)
+    free = build.platform.memory_available() - (checkpoint.weight_bytes() - table)
+    wanted = cast(WantedPlacement, build.engram_placement)
+    choice = choose_placement(wanted, table, ranks, max(0, free) // ranks)
+    places: tuple[Placement, ...] = get_args(Placement)
+    return places[int(build.communicator.broadcast(torch.tensor(places.index(choice))))]
 
 
 def _with_state(segment: Segment) -> StateSegment:
