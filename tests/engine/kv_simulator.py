@@ -7,7 +7,9 @@ right.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 
 from lowlat.cache.pages import Owner
 from lowlat.cache.prefix import PrefixCache
@@ -18,6 +20,7 @@ from lowlat.engine.executor import StepResult
 from lowlat.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from lowlat.engine.scheduler import Scheduler
 
+REQUEST_FIELDS = {"priority", "cache_salt", "session_id", "session_ttl"}
 VOCABULARY = 50
 EOS = 3
 
@@ -215,6 +218,8 @@ def make_core(
     width: int = 1,
     window: int = 0,
     window_pages: int | None = None,
+    session_budget: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[EngineCore, KVSimulator]:
     """`window_pages` None: as many as all requests can need at a time, and half of that for prefixes."""
     limits = PlanLimits(
@@ -225,16 +230,18 @@ def make_core(
         span = max(chunk_tokens, (run_ahead + 1) * width)
         needed = max_batch * most_pages(page_size, window, span)
         windows = WindowPages(window_pages or needed * 3 // 2, page_size, window, span)
-    cache = PrefixCache(pages, page_size, enabled=prefix_cache, windows=windows)
+    cache = PrefixCache(
+        pages, page_size, enabled=prefix_cache, windows=windows, session_budget=session_budget, clock=clock
+    )
     scheduler = Scheduler(cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0, width=width)
     device = KVSimulator(cache, limits, window)
     return EngineCore(scheduler, device, run_ahead=run_ahead), device
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> GenerateRequest:
-    priority = fields.pop("priority", 0)
+    request = {key: fields.pop(key) for key in REQUEST_FIELDS & fields.keys()}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, **fields)  # type: ignore[arg-type]
-    return GenerateRequest(id=name, prompt_ids=prompt, sampling=sampling, priority=priority)  # type: ignore[arg-type]
+    return GenerateRequest(id=name, prompt_ids=prompt, sampling=sampling, **request)  # type: ignore[arg-type]
 
 
 def drain(

@@ -27,7 +27,11 @@ class Events:
 
     def submit(self, prompt: list[int], max_tokens: int, priority: int = 0, scored: bool = False) -> None:
         prompt_logprobs = 0 if scored else None
-        request = make_request(f"r{self.count}", prompt, max_tokens, priority=priority, prompt_logprobs=prompt_logprobs)
+        self.take(
+            make_request(f"r{self.count}", prompt, max_tokens, priority=priority, prompt_logprobs=prompt_logprobs)
+        )
+
+    def take(self, request: GenerateRequest) -> None:
         self.count += 1
         self.core.submit(request)
         self.live[request.id] = request

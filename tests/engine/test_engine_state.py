@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -74,12 +76,16 @@ def make_state_core(
     snapshots: int = 20,
     width: int = 1,
     rules: PrefillRules | None = None,
+    session_budget: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[EngineCore, StateSimulator]:
     rules = rules or PrefillRules()
     limits = PlanLimits(
         max_batch=max_batch, max_rows=chunk_tokens + max_batch * width, max_pages=min(-(-64 // page_size), pages)
     )
-    cache = PrefixCache(pages, page_size, snapshots=Snapshots(max_batch, snapshots))
+    cache = PrefixCache(
+        pages, page_size, snapshots=Snapshots(max_batch, snapshots), session_budget=session_budget, clock=clock
+    )
     scheduler = Scheduler(
         cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0, width=width, rules=rules
     )

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +140,19 @@ def live_server(
     *,
     config: EngineConfig | None = None,
     text: TextModel | None = None,
+    program: Sequence[str] = FAKE_PROGRAM,
     wait_ready: bool = True,
     heartbeat_timeout: float = 5.0,
     restart_window_s: float = 3600.0,
     **settings: Any,
 ) -> Iterator[Live]:
-    """A server over a scripted engine; `settings` are fields of ServerSettings."""
+    """A server over a scripted engine, unless `program` is another; `settings` are fields of ServerSettings."""
     earlier = os.environ.get("FAKE_ENGINE")
     os.environ["FAKE_ENGINE"] = json.dumps(script or {})
     model = text or byte_text_model()
     engine = EngineClient(
         config or EngineConfig(model="fake-model"),
-        program=FAKE_PROGRAM,
+        program=program,
         heartbeat_timeout=heartbeat_timeout,
         restart_window_s=restart_window_s,
     )

@@ -303,6 +303,7 @@ def test_the_description_names_every_route_and_its_forms(live):
         "/v1/models/{name}",
         "/v1/info",
         "/v1/requests/{request_id}",
+        "/v1/sessions/{session_id}",
         "/v1/admin/low-latency",
         "/health",
         "/ready",

@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowlat.engine.config import EngineConfig
     from lowlat.engine.request import SamplingParams
-    from lowlat.offline import Engine
+    from lowlat.offline import Engine, Session
 
 try:
     __version__ = version("lowlat")
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["Engine", "EngineConfig", "SamplingParams", "Session", "__version__"]
 
-_HOMES = {"Engine": "lowlat.offline", "EngineConfig": "lowlat.engine.config", "SamplingParams": "lowlat.engine.request"}
+_HOMES = {
+    "Engine": "lowlat.offline",
+    "EngineConfig": "lowlat.engine.config",
+    "SamplingParams": "lowlat.engine.request",
+    "Session": "lowlat.offline",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from lowlat.engine.build import Progress, build_engine
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.executor import ExecutorError
 from lowlat.engine.request import (
+    EngineStats,
     FinishReason,
     GenerateRequest,
     RequestOutput,
@@ -58,6 +59,17 @@ class Generation(msgspec.Struct, frozen=True):
     timings: Timings
 
 
+class Session(msgspec.Struct, frozen=True):
+    """Names an agent whose prefix stays cached between its requests, for `ttl` seconds (None: the engine's default).
+
+    Sessions of different salts share nothing, prefixes included.
+    """
+
+    id: str
+    ttl: float | None = None
+    cache_salt: str = ""
+
+
 class Engine:
     """Loads a model and generates with it, in the calling thread.
 
@@ -87,8 +99,11 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: Sequence[str] = (),
+        session: Session | None = None,
     ) -> Any:
         """Continue one prompt (text or token ids) or several at once; returns a `Generation` or a list of them.
+
+        With a `session`, what the request that ends last has computed stays cached for the session's next one.
 
         Raises:
             ValueError: an empty prompt, or more tokens than the context holds.
@@ -96,7 +111,7 @@ class Engine:
         single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
         prompts: Sequence[Prompt] = [prompt] if single else prompt  # type: ignore[assignment,list-item]
         many = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-        runs = [self._start(one, settings, stop) for one, settings in zip(prompts, many, strict=True)]
+        runs = [self._start(one, settings, stop, session) for one, settings in zip(prompts, many, strict=True)]
         try:
             for _ in self._drive(runs):
                 pass
@@ -107,10 +122,15 @@ class Engine:
         return generations[0] if single else generations
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, stop: Sequence[str] = ()
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        session: Session | None = None,
     ) -> Iterator[Delta]:
         """Continue one prompt, piece by piece. Ending the iteration early cancels the request."""
-        run = self._start(prompt, sampling, stop)
+        run = self._start(prompt, sampling, stop, session)
         try:
             for _, delta in self._drive([run]):
                 yield delta
@@ -123,9 +143,10 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: Sequence[str] = (),
+        session: Session | None = None,
     ) -> Generation:
         """Answer a chat. Raises `ChatTemplateError` where the model has no template or it refuses the messages."""
-        generation = self.generate(self.chat_ids(messages), sampling, stop=stop)
+        generation = self.generate(self.chat_ids(messages), sampling, stop=stop, session=session)
         assert isinstance(generation, Generation)
         return generation
 
@@ -134,6 +155,14 @@ class Engine:
         if self._chat is None:
             raise ChatTemplateError(f"{self.facts.model} has no chat template: use generate with a plain prompt")
         return self._chat.encode(messages, self.tokenizer)
+
+    def end_session(self, session: Session) -> bool:
+        """Give back what a session pins; false when it had expired, lost its pin or never was."""
+        return self._core.end_session(session.id, session.cache_salt)
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters now."""
+        return self._core.stats()
 
     def close(self) -> None:
         """End threads and ranks and free the model."""
@@ -145,7 +174,9 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, prompt: Prompt, sampling: SamplingParams | None, stop: Sequence[str]) -> _Run:
+    def _start(
+        self, prompt: Prompt, sampling: SamplingParams | None, stop: Sequence[str], session: Session | None
+    ) -> _Run:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         bad = [token for token in ids if not 0 <= token < self.facts.vocab_size]
         if not ids or bad:
@@ -155,8 +186,15 @@ class Engine:
         if room < 1:
             raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self.facts.max_context}")
         sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        session = session or Session("")
         request = GenerateRequest(
-            id=f"local-{next(self._numbers)}", prompt_ids=ids, sampling=sampling, arrival=time.monotonic()
+            id=f"local-{next(self._numbers)}",
+            prompt_ids=ids,
+            sampling=sampling,
+            cache_salt=session.cache_salt,
+            session_id=session.id,
+            session_ttl=self._session_ttl(session),
+            arrival=time.monotonic(),
         )
         assembler = OutputAssembler(
             self.tokenizer,
@@ -167,6 +205,13 @@ class Engine:
         )
         self._core.submit(request)
         return _Run(request, assembler)
+
+    def _session_ttl(self, session: Session) -> float:
+        limit = self.config.session_ttl_max
+        ttl = self.config.session_ttl if session.ttl is None else session.ttl
+        if not 0 < ttl <= limit:
+            raise ValueError(f"a session's ttl is above 0 s and at most {limit:g} s (session_ttl_max), not {ttl:g}")
+        return ttl
 
     def _drive(self, runs: list[_Run]) -> Iterator[tuple[_Run, Delta]]:
         """Turn the engine until all `runs` have ended, yielding what each step brings."""

@@ -6,11 +6,13 @@ page table a request serves them all (see docs/decisions/0104-one-page-number-fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from lowlat.cache.groups import pages_for
 from lowlat.cache.pages import OutOfPagesError, PagePool
 from lowlat.cache.radix import Node, RadixTree
+from lowlat.cache.sessions import Budget, Sessions
 from lowlat.cache.snapshots import Snapshots
 from lowlat.cache.windows import WindowPages, WindowSpan
 
@@ -40,7 +42,7 @@ class PrefixCache:
 
     `enabled` false keeps the books but never shares anything. With `snapshots` (models that keep state for a request)
     a prefix is found only up to where a snapshot of its state was kept; with `windows` (models with sliding windows)
-    only up to where the window before it is still there.
+    only up to where the window before it is still there. Sessions may pin a `session_budget` part of each of them.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class PrefixCache:
         enabled: bool = True,
         snapshots: Snapshots | None = None,
         windows: WindowPages | None = None,
+        session_budget: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_size = page_size
         self.windows = windows
@@ -58,10 +62,16 @@ class PrefixCache:
         self.snapshots = snapshots if enabled else None
         self.tree = RadixTree(self.pool, page_size, self.snapshots)
         self.enabled = enabled
+        budget = Budget(
+            pages=int(pages * session_budget) if enabled else 0,
+            snapshots=int(snapshots.count * session_budget) if snapshots is not None else 0,
+            window_pages=int(windows.total * session_budget) if windows is not None else 0,
+        )
+        self.sessions = Sessions(self.tree, windows, budget, self.longest, clock)
 
     @property
     def available(self) -> int:
-        """Pages that could be handed out now, evicting what nobody uses."""
+        """Pages that could be handed out now, evicting what nobody uses and no session pins."""
         return self.pool.free + self.tree.evictable
 
     def begin(self, tokens: Sequence[int], salt: str = "", *, reuse: bool = True) -> Lease:
@@ -70,14 +80,7 @@ class PrefixCache:
         Without `reuse`, all tokens are computed anew.
         """
         reusable = (len(tokens) - 1) // self.page_size * self.page_size if self.enabled and reuse else 0
-        pages, node = self.tree.match(tokens[:reusable], salt)
-        if self.snapshots is not None:
-            while node.parent is not None and node.snapshot < 0:
-                del pages[len(pages) - len(node.pages) :]
-                node = node.parent
-        known = len(pages)
-        if self.windows is not None and (reach := self.windows.reach(pages)) < known:
-            pages, node = self.tree.match(tokens[: reach * self.page_size], salt)
+        pages, node, known = self.longest(tokens[:reusable], salt)
         self.tree.lock(node)
         lease = Lease(pages, node, len(pages) * self.page_size, salt)
         if self.windows is not None:
@@ -85,6 +88,21 @@ class PrefixCache:
         if self.snapshots is not None and pages:
             lease.restore = self.snapshots.use(node)
         return lease
+
+    def longest(self, tokens: Sequence[int], salt: str) -> tuple[list[int], Node, int]:
+        """The longest cached prefix of `tokens` that a request can go on from.
+
+        Returns its pages, the node where it ends, and how many pages the tree has of these tokens.
+        """
+        pages, node = self.tree.match(tokens, salt)
+        if self.snapshots is not None:
+            while node.parent is not None and node.snapshot < 0:
+                del pages[len(pages) - len(node.pages) :]
+                node = node.parent
+        known = len(pages)
+        if self.windows is not None and (reach := self.windows.reach(pages)) < known:
+            pages, node = self.tree.match(tokens[: reach * self.page_size], salt)
+        return pages, node, known
 
     def missing(self, lease: Lease, tokens: int) -> int:
         """Pages that `lease` lacks to hold `tokens` tokens."""
@@ -96,14 +114,20 @@ class PrefixCache:
         has_window = windows is None or span is None or windows.missing(span, tokens) <= windows.available
         return has_window and self.missing(lease, tokens) <= self.available
 
+    def make_room(self, lease: Lease, tokens: int) -> bool:
+        """Whether `lease` `fits`, if need be after sessions have given up their pins."""
+        return self.sessions.give_up_until(lambda: self.fits(lease, tokens))
+
     def extend(self, lease: Lease, tokens: int) -> int:
         """Let `lease` hold `tokens` tokens; returns how many pages were added.
 
-        Evicts unused prefixes as needed. Raises `OutOfPagesError`, and changes nothing, when that is not enough.
+        Evicts unused prefixes as needed, and then those that sessions pin. Raises `OutOfPagesError` when that is not
+        enough; the request has what it had then.
         """
         count = pages_for(tokens, self.page_size) - len(lease.pages)
         if count <= 0:
             return 0
+        self.make_room(lease, tokens)
         shortage = count - self.pool.free
         if shortage > max(0, self.tree.evictable):
             raise OutOfPagesError(shortage - self.tree.evictable)
@@ -166,6 +190,7 @@ class PrefixCache:
         """Assert that every page is accounted for."""
         self.pool.check()
         self.tree.check()
+        self.sessions.check()
         if self.snapshots is not None:
             self.snapshots.check()
         if self.windows is not None:

@@ -17,7 +17,7 @@ from lowlat.cache.snapshots import Snapshots
 class Node:
     """One edge of the tree: `tokens` (a whole number of pages), the `pages` that hold them, and what follows."""
 
-    __slots__ = ("children", "last_use", "locks", "pages", "parent", "snapshot", "tokens")
+    __slots__ = ("children", "last_use", "locks", "pages", "parent", "pins", "snapshot", "tokens")
 
     def __init__(self, tokens: list[int], pages: list[int], parent: Node | None) -> None:
         self.tokens = tokens
@@ -25,9 +25,16 @@ class Node:
         self.parent = parent
         self.children: dict[tuple[int, ...], Node] = {}
         self.locks = 0
+        self.pins = 0
+        """How many of the locks are pins of sessions, which may be taken back."""
         self.last_use = 0
         self.snapshot = -1
         """State row that holds a request's state at the end of this node; -1: none."""
+
+    @property
+    def ends_pin(self) -> bool:
+        """Whether a session's pin ends here, and not only below."""
+        return self.pins > sum(child.pins for child in self.children.values())
 
 
 class RadixTree:
@@ -43,6 +50,7 @@ class RadixTree:
         self._roots: dict[str, Node] = {}
         self._clock = itertools.count(1)
         self.locked_pages = 0
+        self.pinned_pages = 0
 
     def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], Node]:
         """Find the longest cached prefix of `tokens` in whole pages.
@@ -95,6 +103,24 @@ class RadixTree:
             walk.locks -= 1
             if walk.locks == 0:
                 self.locked_pages -= len(walk.pages)
+            walk = walk.parent
+
+    def pin(self, node: Node) -> None:
+        """`lock` a node for a session."""
+        self.lock(node)
+        self._count_pin(node, 1)
+
+    def unpin(self, node: Node) -> None:
+        """Take one `pin` of `node` back."""
+        self._count_pin(node, -1)
+        self.unlock(node)
+
+    def _count_pin(self, node: Node, change: int) -> None:
+        walk: Node | None = node
+        while walk is not None:
+            before, walk.pins = walk.pins, walk.pins + change
+            if not before or not walk.pins:
+                self.pinned_pages += change * len(walk.pages)
             walk = walk.parent
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> tuple[list[int], Node]:
@@ -152,17 +178,20 @@ class RadixTree:
 
     def check(self) -> None:
         """Assert the tree's invariants: whole pages, no empty nodes, keys right, locks and page counts balance."""
-        pages = locked = 0
+        pages = locked = pinned = 0
         for node in self._nodes():
             assert node.parent is not None
             assert node.pages, "an empty node"
             assert len(node.tokens) == len(node.pages) * self.page_size
             assert node.parent.children[tuple(node.tokens[: self.page_size])] is node
             assert node.locks >= sum(child.locks for child in node.children.values())
+            assert node.locks >= node.pins >= sum(child.pins for child in node.children.values())
             pages += len(node.pages)
             locked += len(node.pages) if node.locks else 0
+            pinned += len(node.pages) if node.pins else 0
         assert pages == self.pool.cached, (pages, self.pool.cached)
         assert locked == self.locked_pages, (locked, self.locked_pages)
+        assert pinned == self.pinned_pages, (pinned, self.pinned_pages)
 
     def _root(self, salt: str) -> Node:
         root = self._roots.get(salt)
@@ -192,7 +221,7 @@ class RadixTree:
         assert parent is not None
         cut = pages * self.page_size
         upper = Node(node.tokens[:cut], node.pages[:pages], parent)
-        upper.locks = node.locks
+        upper.locks, upper.pins = node.locks, node.pins
         upper.last_use = node.last_use
         parent.children[tuple(upper.tokens[: self.page_size])] = upper
         node.tokens = node.tokens[cut:]

@@ -27,11 +27,14 @@ class Snapshots:
         """Least recently used first."""
 
     def take(self) -> int | None:
-        """A row for a request to copy its state to, if need be of the least recently used prefix; None: all held."""
-        if not self._free and self._attached:
-            row, node = self._attached.popitem(last=False)
-            node.snapshot = -1
-            self._free.append(row)
+        """A row for a request to copy its state to, if need be of the least recently used prefix.
+
+        None: all are held, or belong to the ends of pinned prefixes.
+        """
+        if not self._free:
+            loose = next((node for node in self._attached.values() if not node.ends_pin), None)
+            if loose is not None:
+                self.drop(loose)
         if not self._free:
             return None
         row = self._free.pop()

@@ -12,7 +12,7 @@ it runs before a later plan writes it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from lowlat.cache.groups import pages_for
@@ -50,6 +50,8 @@ class WindowPages:
         self._tail = pages_for(window - 1, page_size)
         self._attached: dict[int, int] = {}
         self._uses: dict[int, int] = {}
+        self.pins: Counter[int] = Counter()
+        """Pages whose window pages sessions pin, and how many do: requests cannot take these."""
         self._idle: dict[int, None] = {}
         self._kept: dict[int, None] = {}
         # In order of release, so that a lone request's window pages are neighbours in memory nearly always.
@@ -58,7 +60,7 @@ class WindowPages:
     @property
     def available(self) -> int:
         """Window pages that requests may still reserve."""
-        return self.total - self.reserved
+        return self.total - self.reserved - len(self.pins)
 
     @property
     def in_use(self) -> int:
@@ -130,6 +132,27 @@ class WindowPages:
         self.reserved -= span.reserved
         span.reserved = 0
 
+    def pin(self, pages: Sequence[int]) -> list[int]:
+        """Keep the window at the end of a prefix's `pages`, of which `reach` has said that it is there, from requests.
+
+        Returns the pages to `unpin` later.
+        """
+        tail = list(pages[max(0, len(pages) - self._tail) :])
+        for page in tail:
+            self.pins[page] += 1
+            self._idle.pop(page, None)
+            self._kept.pop(page, None)
+        return tail
+
+    def unpin(self, tail: Sequence[int]) -> None:
+        """Take one `pin` back."""
+        for page in tail:
+            self.pins[page] -= 1
+            if not self.pins[page]:
+                del self.pins[page]
+                if page not in self._uses:
+                    self._kept[page] = None
+
     def hand_over(self, page: int, heir: int) -> None:
         """Attach the idle window page of `page` to `heir`, which holds the same tokens, unless it has one."""
         if page not in self._attached or heir in self._attached:
@@ -151,7 +174,8 @@ class WindowPages:
     def check(self) -> None:
         """Assert that every window page is free, in use or idle, and that no one uses more than was reserved."""
         assert sorted([*self._free, *self._attached.values()]) == list(range(self.total))
-        assert sorted([*self._uses, *self._idle, *self._kept]) == sorted(self._attached)
+        assert sorted([*(self._uses.keys() | self.pins.keys()), *self._idle, *self._kept]) == sorted(self._attached)
+        assert self.available >= 0, "pins and reservations are more than there is"
         assert all(uses > 0 for uses in self._uses.values())
         assert self.in_use <= self.reserved <= self.total, (self.in_use, self.reserved, self.total)
 
@@ -167,6 +191,8 @@ class WindowPages:
         self._uses[page] -= 1
         if self._uses[page] == 0:
             del self._uses[page]
+            if page in self.pins:
+                return
             (self._kept if kept else self._idle)[page] = None
 
 

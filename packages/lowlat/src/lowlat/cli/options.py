@@ -65,6 +65,26 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "prefix_cache": Annotated[
         bool, _option("--prefix-cache/--no-prefix-cache", panel=_MEMORY, help="Reuse the cache of shared prefixes.")
     ],
+    "session_budget": Annotated[
+        float,
+        _option(
+            "--session-budget",
+            panel=_MEMORY,
+            min=0,
+            max=1,
+            help="Part of the KV cache that sessions (session_id) may pin while their agents wait for tools; 0: none.",
+        ),
+    ],
+    "session_ttl": Annotated[
+        float,
+        _option(
+            "--session-ttl", panel=_MEMORY, min=0.001, help="Seconds that a session's pin stays after its last request."
+        ),
+    ],
+    "session_ttl_max": Annotated[
+        float,
+        _option("--session-ttl-max", panel=_MEMORY, min=0.001, help="Most seconds that a request may ask for."),
+    ],
     "run_ahead": Annotated[
         int,
         _option(

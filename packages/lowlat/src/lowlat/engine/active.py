@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowlat.cache.prefix import Lease
+from lowlat.cache.sessions import Session
 from lowlat.engine.batch import PrefillChunk, SlotSampling
 from lowlat.engine.request import GenerateRequest
 from lowlat.engine.score_task import ScoreProgress
@@ -31,6 +32,7 @@ class ActiveRequest:
         "scored",
         "seed",
         "sent_pages",
+        "session",
         "slot",
         "stops",
         "tokens",
@@ -58,6 +60,7 @@ class ActiveRequest:
         """Most rows of a decode step."""
         self.end = self.prompt_tokens + request.sampling.max_tokens
         """Tokens of prompt and longest answer."""
+        self.session: Session | None = None
         self.slot = -1
         self.lease: Lease | None = None
         self.sent_pages = 0

@@ -72,6 +72,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
     Raises:
         SetupError, CheckpointError, UnsupportedModelError: the configuration or the model cannot be used.
     """
+    _check_sessions(config)
     checkpoint = open_checkpoint(config.model, progress=progress)
     group = RankGroup.start(config) if config.tensor_parallel > 1 else None
     try:
@@ -83,6 +84,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
                 parts.facts.page_size,
                 enabled=config.prefix_cache,
                 snapshots=parts.snapshots,
+                session_budget=config.session_budget,
             ),
             parts.limits,
             eos_ids=frozenset(parts.facts.eos_ids),
@@ -175,6 +177,16 @@ def build_rank(
     )
     snapshots = Snapshots(config.max_batch, kept) if kept else None
     return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, width, rules)
+
+
+def _check_sessions(config: EngineConfig) -> None:
+    if not 0 <= config.session_budget <= 1:
+        raise SetupError(f"--session-budget {config.session_budget}: use a part of the KV cache, 0 to 1")
+    if not 0 < config.session_ttl <= config.session_ttl_max:
+        raise SetupError(
+            f"--session-ttl {config.session_ttl:g}: use more than 0 and at most --session-ttl-max, "
+            f"which is {config.session_ttl_max:g}"
+        )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import contextlib
 import enum
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -456,9 +457,10 @@ class EngineClient:
 
 def add_counters(stats: EngineStats, earlier: EngineStats) -> EngineStats:
     """`stats` with the counters of engines before a restart added, so that counters never go back. Gauges stay."""
-    steps = {(path, reason): count for path, reason, count in earlier.low_latency_steps}
-    for path, reason, count in stats.low_latency_steps:
-        steps[path, reason] = steps.get((path, reason), 0) + count
+    steps = Counter({(path, reason): count for path, reason, count in earlier.low_latency_steps})
+    steps.update({(path, reason): count for path, reason, count in stats.low_latency_steps})
+    lost = Counter(dict(earlier.session_pins_lost))
+    lost.update(dict(stats.session_pins_lost))
     return msgspec.structs.replace(
         stats,
         step=stats.step + earlier.step,
@@ -468,5 +470,6 @@ def add_counters(stats: EngineStats, earlier: EngineStats) -> EngineStats:
         preemptions=stats.preemptions + earlier.preemptions,
         finished=stats.finished + earlier.finished,
         aborted=stats.aborted + earlier.aborted,
+        session_pins_lost=list(lost.items()),
         low_latency_steps=[(path, reason, count) for (path, reason), count in steps.items()],
     )

@@ -29,6 +29,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int | None = None
     """Tokens that the KV pool can hold; None: from memory."""
     prefix_cache: bool = True
+    session_budget: float = 0.5
+    """Part of the KV pool's pages that sessions may pin; 0: session ids change nothing."""
+    session_ttl: float = 300.0
+    """Seconds that a session's pin stays after its last request, where the request does not say."""
+    session_ttl_max: float = 3600.0
+    """Most seconds that a request may ask for."""
     run_ahead: int = 1
     """Steps launched before the result of an earlier one is read (0: none)."""
     engram_placement: str = "auto"

@@ -35,6 +35,10 @@ class EngineCore:
         """End a request early; false when it is not live. Its last output comes with the next `turn`."""
         return self.scheduler.abort(request_id, reason)
 
+    def end_session(self, session_id: str, salt: str = "") -> bool:
+        """Give back what a session pins; false when none of this id and salt is known."""
+        return self.scheduler.cache.sessions.end(session_id, salt)
+
     @property
     def has_work(self) -> bool:
         """Whether `turn` has anything to do."""

@@ -112,6 +112,11 @@ class EngineLoop:
             self._stop = True
 
     def _call(self, command: Call) -> Reply:
+        if command.name == "end-session":
+            id, salt = str(command.arguments["id"]), str(command.arguments["salt"])
+            ended = self._core.end_session(id, salt)
+            self._stats_at = 0.0
+            return Reply(command.number, {"ended": ended})
         low = self._core.low_latency
         if command.name != "low-latency" or low is None:
             return Reply(command.number, error=f"the engine knows no call {command.name!r}")

@@ -87,6 +87,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Higher runs first and may preempt lower; equal priorities keep their order of arrival."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    session_id: str = ""
+    """Session whose pin moves to what this request computes when it ends; empty: none. Salts keep sessions apart."""
+    session_ttl: float = 0.0
+    """Seconds that the pin stays after the session's last request has ended."""
     arrival: float = 0.0
     score: ScoreTask | None = None
     """What to read of the prompt, instead of an answer."""
@@ -140,5 +144,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     """Guessed tokens that steps checked, and those that were right."""
+    sessions: int = 0
+    """Sessions that pin a prefix."""
+    pages_pinned: int = 0
+    """Pages that sessions pin; they count as cached too."""
+    session_pins_lost: list[tuple[str, int]] = []
+    """(reason, pins that were given up): `expired`, `ended`, `budget` or `pages`."""
     low_latency_steps: list[tuple[str, str, int]] = []
     """(path, reason, steps): path `plugin` or `general`; the reason is `covered` for `plugin`."""

@@ -90,6 +90,8 @@ class Scheduler:
             self.width,
             score,
         )
+        if request.session_id:
+            active.session = self.cache.sessions.join(request.session_id, request.cache_salt, request.session_ttl)
         self._live[request.id] = active
         heapq.heappush(self._waiting, active)
 
@@ -138,6 +140,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to do before a step in flight is committed."""
+        self.cache.sessions.expire()
         if not self._make_room():
             return None
         decoding = self._decoding()
@@ -207,6 +210,10 @@ class Scheduler:
         stats, pool = self.stats, self.cache.pool
         stats.running, stats.waiting = len(self._running), len(self._live) - len(self._running)
         stats.pages_free, stats.pages_cached, stats.pages_held = pool.free, pool.cached, pool.held
+        sessions = self.cache.sessions
+        sessions.expire()
+        stats.sessions, stats.pages_pinned = sessions.pinned, self.cache.tree.pinned_pages
+        stats.session_pins_lost = list(sessions.lost.items())
         return stats
 
     # --- planning --------------------------------------------------------------------------------------------------
@@ -225,11 +232,11 @@ class Scheduler:
         return True
 
     def _blocked(self, waiting: ActiveRequest) -> bool:
-        """Whether slots or pages are too few to admit `waiting` now."""
+        """Whether slots or pages are too few to admit `waiting` now, even if sessions give up their pins."""
         if not self._slots:
             return True
         lease = self._lease(waiting)
-        blocked = not self.cache.fits(lease, waiting.places)
+        blocked = not self.cache.make_room(lease, waiting.places)
         self.cache.end(lease, [])
         return blocked
 
@@ -279,8 +286,10 @@ class Scheduler:
             missing = self.cache.missing(lease, active.places)
             start = active.next_row(lease.cached_tokens)
             end = self._chunk_end(active, start, rows)
-            too_large = not self.cache.fits(lease, active.places) or len(lease.pages) + missing > page_budget
-            if too_large or end == start:
+            # While something runs, pages come back without taking a session's.
+            idle = not self._running and not self._ending
+            fits = (self.cache.make_room if idle else self.cache.fits)(lease, active.places)
+            if not fits or len(lease.pages) + missing > page_budget or end == start:
                 self.cache.end(lease, [])
                 return
             self.cache.extend(lease, active.places)
@@ -471,6 +480,8 @@ class Scheduler:
         active.ended = True
         del self._live[active.request.id]
         if active.lease is None:
+            if active.session is not None:
+                self.cache.sessions.leave(active.session, None)
             return
         self._running.remove(active)
         if active.in_flight:
@@ -492,6 +503,8 @@ class Scheduler:
             for unused in active.marks.values():
                 self.cache.snapshots.give_back(unused)
         active.marks = {}
+        if active.ended and active.session is not None:
+            self.cache.sessions.leave(active.session, active.shared)
         active.lease = None
         self._slots.append(active.slot)
         active.slot = -1

@@ -6,11 +6,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 import lowlat_plugin
-from lowlat.engine.client import EngineUnavailableError
 from lowlat.server.bodies import read_body
-from lowlat.server.errors import ApiError, bad_field, unavailable
+from lowlat.server.errors import bad_field
 from lowlat.server.replies import json_reply
-from lowlat.server.routes import state_of
+from lowlat.server.routes import call_engine, state_of
 
 router = APIRouter()
 
@@ -38,12 +37,5 @@ async def set_low_latency(request: Request) -> Response:
 
 
 async def _ask(request: Request, arguments: dict[str, str | int | float | bool | None]) -> Response:
-    state = state_of(request)
-    await state.model()
-    try:
-        answer = await state.engine.call("low-latency", arguments)
-    except (EngineUnavailableError, TimeoutError) as error:
-        raise unavailable(str(error) or "the engine did not answer in time") from None
-    except RuntimeError as error:
-        raise ApiError(501, str(error), type="server_error") from None
+    answer = await call_engine(request, "low-latency", arguments)
     return json_reply(msgspec.json.decode(str(answer["report"]), type=lowlat_plugin.Report))

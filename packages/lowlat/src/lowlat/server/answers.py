@@ -162,6 +162,15 @@ class Cancelled(msgspec.Struct, kw_only=True):
     """Whether the request was running; false when it had ended or never was."""
 
 
+class SessionEnded(msgspec.Struct, kw_only=True):
+    """Answer of `DELETE /v1/sessions/{id}`."""
+
+    id: str
+    object: str = "session.ended"
+    ended: bool
+    """Whether the session was known; false when it had expired, lost its pin or never was."""
+
+
 def completion_logprobs(entries: list[TokenLogprob] | None) -> CompletionLogprobs | None:
     if entries is None:
         return None

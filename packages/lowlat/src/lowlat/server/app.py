@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lowlat.server import admin, cancel, chat, completions, health, info, models, tokenize
+from lowlat.server import admin, cancel, chat, completions, health, info, models, sessions, tokenize
 from lowlat.server.errors import ApiError, unexpected
 from lowlat.server.gate import Gate
 from lowlat.server.openapi import describe
@@ -28,6 +28,7 @@ def create_app(state: ServerState) -> ASGIApp:
         models.router,
         info.router,
         cancel.router,
+        sessions.router,
         health.router,
     ]
     if state.settings.admin_port is None:

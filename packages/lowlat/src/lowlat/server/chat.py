@@ -36,6 +36,7 @@ async def create_chat_completion(request: Request) -> Response:
         vocab_size=model.engine.vocab_size,
         max_context=model.engine.max_context,
         max_n=settings.max_n,
+        config=state.engine.config,
         continues=False,
     )
     return answer(request, body, plan, model, ChatWriter, arrival)

@@ -50,6 +50,7 @@ async def create_completion(request: Request) -> Response:
         vocab_size=model.engine.vocab_size,
         max_context=model.engine.max_context,
         max_n=settings.max_n,
+        config=state.engine.config,
         continues=True,
         echo=bool(body.echo),
     )

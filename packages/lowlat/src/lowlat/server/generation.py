@@ -100,6 +100,8 @@ class Generation:
                     sampling=plan.sampling_of(choice.index // plan.n, choice.index % plan.n),
                     priority=plan.priority,
                     cache_salt=plan.cache_salt,
+                    session_id=plan.session_id,
+                    session_ttl=plan.session_ttl,
                     arrival=self.arrival,
                 )
                 for choice in self.choices

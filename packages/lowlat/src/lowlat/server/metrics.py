@@ -113,6 +113,14 @@ class ServerCollector(Collector):
             pages.add_metric([state], count)
         yield pages
         yield GaugeMetricFamily("lowlat_kv_pages_all", "Pages of the KV pool.", stats.pages_total)
+        yield GaugeMetricFamily("lowlat_sessions", "Sessions that pin a prefix.", stats.sessions)
+        yield GaugeMetricFamily("lowlat_kv_pages_pinned", "Cached pages that sessions pin.", stats.pages_pinned)
+        lost = CounterMetricFamily(
+            "lowlat_session_pins_lost", "Pins of sessions that were given up, by reason.", labels=["reason"]
+        )
+        for reason, count in stats.session_pins_lost:
+            lost.add_metric([reason], count)
+        yield lost
         yield CounterMetricFamily("lowlat_steps", "Steps that the engine finished.", stats.step)
         yield CounterMetricFamily("lowlat_prompt_tokens", "Prompt tokens of admitted sequences.", stats.prompt_tokens)
         yield CounterMetricFamily(

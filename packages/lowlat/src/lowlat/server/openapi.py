@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from lowlat.server.admin import LowLatencySwitch
-from lowlat.server.answers import Cancelled, ChatChunk, ChatCompletion, Completion, Model, ModelList
+from lowlat.server.answers import Cancelled, ChatChunk, ChatCompletion, Completion, Model, ModelList, SessionEnded
 from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
 from lowlat.server.info import Info
@@ -33,6 +33,7 @@ _ANSWERS: dict[str, type] = {
     "get_model": Model,
     "info": Info,
     "cancel_request": Cancelled,
+    "end_session": SessionEnded,
     "get_low_latency": Report,
     "set_low_latency": Report,
     "health": HealthReply,
@@ -47,6 +48,7 @@ _REFUSALS = {
     "info": (400, 401, 403, 503),
     "get_model": (400, 401, 403, 404, 503),
     "cancel_request": (400, 401, 403),
+    "end_session": (400, 401, 403, 501, 503),
     "get_low_latency": (400, 401, 403, 501, 503),
     "set_low_latency": (400, 401, 403, 408, 413, 501, 503),
     "metrics": (400, 401, 403),

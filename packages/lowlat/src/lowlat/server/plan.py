@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lowlat.engine.config import EngineConfig
 from lowlat.engine.request import SamplingParams
 from lowlat.server.errors import ApiError, bad_field
 from lowlat.server.requests import ChatRequest, CompletionRequest, GenerationFields
@@ -27,6 +28,9 @@ class Plan(msgspec.Struct, kw_only=True):
     stop: list[str]
     priority: int
     cache_salt: str
+    session_id: str
+    session_ttl: float
+    """Seconds."""
     return_token_ids: bool
     continues: bool
     """The answer goes on from raw text (completions), so a space at its start belongs to it."""
@@ -63,6 +67,7 @@ def make_plan(
     vocab_size: int,
     max_context: int,
     max_n: int,
+    config: EngineConfig,
     continues: bool,
     echo: bool = False,
 ) -> Plan:
@@ -100,6 +105,8 @@ def make_plan(
         stop=[body.stop] if isinstance(body.stop, str) else list(dict.fromkeys(body.stop or [])),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        session_id=body.session_id or "",
+        session_ttl=session_ttl(body, config),
         return_token_ids=bool(body.return_token_ids),
         continues=continues,
         echo=echo,
@@ -107,6 +114,21 @@ def make_plan(
         skip_special_tokens=body.skip_special_tokens is not False,
         prompt_logprobs=body.prompt_logprobs,
     )
+
+
+def session_ttl(body: GenerationFields, config: EngineConfig) -> float:
+    """Seconds that a session's pin stays.
+
+    Raises:
+        ApiError: 400; a time without a session, or above the server's limit.
+    """
+    if body.session_ttl is None:
+        return config.session_ttl
+    if body.session_id is None:
+        raise bad_field("session_ttl", "needs a session_id")
+    if body.session_ttl > config.session_ttl_max:
+        raise bad_field("session_ttl", f"at most {config.session_ttl_max:g} s (--session-ttl-max)")
+    return body.session_ttl
 
 
 def sampling_params(

@@ -29,6 +29,7 @@ TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+CacheSalt = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -93,7 +94,9 @@ class GenerationFields(Unsupported, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: RequestId | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
+    session_id: RequestId | None = None
+    session_ttl: Annotated[float, Meta(gt=0)] | None = None
     return_token_ids: bool | None = None
 
 

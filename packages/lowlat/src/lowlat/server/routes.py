@@ -1,4 +1,4 @@
-"""What the two generating routes share: from a request on the wire to the response that runs it."""
+"""What routes share: the way from a request on the wire to the response that runs it, and calls of the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import cast
 
 from starlette.requests import Request
 
-from lowlat.server.errors import bad_field
+from lowlat.engine.client import EngineUnavailableError, Value
+from lowlat.server.errors import ApiError, bad_field, unavailable
 from lowlat.server.generation import Generation
 from lowlat.server.plan import Plan
 from lowlat.server.requests import GenerationFields
@@ -18,6 +19,22 @@ from lowlat.server.writers import ChatWriter, CompletionWriter, collect, stream
 
 def state_of(request: Request) -> ServerState:
     return cast(ServerState, request.app.state.server)
+
+
+async def call_engine(request: Request, name: str, arguments: dict[str, Value]) -> dict[str, Value]:
+    """Have the engine do something between two steps.
+
+    Raises:
+        ApiError: 503, the engine is not there; 501, it refuses.
+    """
+    state = state_of(request)
+    await state.model()
+    try:
+        return await state.engine.call(name, arguments)
+    except (EngineUnavailableError, TimeoutError) as error:
+        raise unavailable(str(error) or "the engine did not answer in time") from None
+    except RuntimeError as error:
+        raise ApiError(501, str(error), type="server_error") from None
 
 
 def request_id_of(request: Request, body: GenerationFields) -> str | None:
