@@ -45,7 +45,7 @@ def test_serve_passes_every_option_on(monkeypatch):
     seen = {}
 
     class FakeClient:
-        def __init__(self, config, on_progress):
+        def __init__(self, config, on_progress, program):
             seen["config"] = config
 
         def spawn(self):
