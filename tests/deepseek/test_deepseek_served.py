@@ -11,8 +11,8 @@ from lowlat.engine.build import SetupError, build_engine
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.request import GenerateRequest, SamplingParams
-from lowlat.models.base import DraftRequest
 from lowlat.platform.cpu import CpuPlatform
+from lowlat.speculative.proposer import DraftRequest, Proposal
 
 COUNT = 8
 
@@ -88,12 +88,12 @@ def test_answers_equal_lone_requests_with_hits_and_preemption(
         core.close()
 
 
-@pytest.mark.parametrize("spec", ["draft", "ngram"])
+@pytest.mark.parametrize(("spec", "ranks"), [("draft", 1), ("draft", 2), ("ngram", 1)])
 def test_speculation_changes_no_answer_across_hits_and_preemption(
-    tiny_v41: Path, expected: tuple[dict[str, list[int]], dict[str, list[int]]], spec: str
+    tiny_v41: Path, expected: tuple[dict[str, list[int]], dict[str, list[int]]], spec: str, ranks: int
 ) -> None:
     prompts, answers = expected
-    core = make(tiny_v41, spec=spec)
+    core = make(tiny_v41, spec=spec, spec_width=6, tensor_parallel=ranks, threads=1)
     try:
         stats = core.scheduler.stats
         assert run(core, [greedy("r0", prompts["r0"])], [])["r0"] == answers["r0"]
@@ -118,7 +118,7 @@ class KnowingDraft:
     def __init__(self, answers: dict[int, list[int]]) -> None:
         self.answers, self.calls = answers, 0
 
-    def __call__(self, requests: list[DraftRequest], caches: object) -> list[list[int]]:
+    def __call__(self, requests: list[DraftRequest], caches: object) -> list[Proposal]:
         proposals = []
         for request in requests:
             self.calls += 1
@@ -126,7 +126,7 @@ class KnowingDraft:
             block = (known[request.length + 1 :] + [9] * 5)[:5]
             if self.calls % 6 < 5:
                 block[self.calls % 6] = (block[self.calls % 6] + 1) % 190
-            proposals.append(block)
+            proposals.append(Proposal(block))
         return proposals
 
 
@@ -139,7 +139,7 @@ def test_snapshots_are_right_when_drafts_are_accepted(tiny_v41: Path) -> None:
     for _ in range(75):
         tokens.append(int(logits[-1].float().argmax()))
         logits = runner.run(runner.rows(0, tokens[-1:], len(tokens) - 1))
-    core = make(tiny_v41, spec="draft", max_batch=1)
+    core = make(tiny_v41, spec="draft", spec_width=6, max_batch=1)
     try:
         served = core.executor._run.__self__.model  # the runner's model
         served.propose = KnowingDraft({0: tokens})

@@ -222,3 +222,25 @@ def test_the_switch_travels_in_the_plan_to_all_ranks(general):
     record = np.full(limits.words, -1, np.int32)
     encode_plan(StepPlan(7, [], [], [], [0, 2], general), record, None)
     assert decode_plan(record, None) == StepPlan(7, [], [], [], [0, 2], general)
+
+
+def test_guesses_are_checked_on_kernels(fast):
+    """Verify steps, alone and with other requests beside, of different widths; answers stay the oracle's."""
+    case = ORACLE[0]
+    prompt = [*case["input_ids"], *case["output_ids"], *case["input_ids"]]
+    sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=24, temperature=0.7, seed=3, ignore_eos=True)
+    expected = fast.generate([prompt, prompt, case["input_ids"]], [sampling, drawn, sampling])
+    with Engine(**SETTINGS, low_latency="require", spec="ngram", spec_width=4) as engine:
+        assert engine.facts.kernels == "lowlat-cpu/llama-gguf"
+        report = engine._core.low_latency.report()
+        assert {"verify/1x4", "verify/2x7", "decode/1x1"} <= set(report.covered)
+        before = steps(engine)
+        found = engine.generate([prompt, prompt, case["input_ids"]], [sampling, drawn, sampling])
+        assert [of.token_ids for of in found] == [of.token_ids for of in expected]
+        assert answers(engine, 24)
+        assert steps(engine)["plugin", "covered"] - before["plugin", "covered"] > 20
+        stats = engine._core.stats()
+        assert stats.accepted_tokens > 10
+        assert stats.tokens_per_step > 1
+        assert stats.break_even > 0.5

@@ -17,14 +17,14 @@ from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.request import SamplingParams
 from lowlat.engine.sampler import sample, sample_bursts
 from lowlat.offline import Engine
-from lowlat.speculative.ngram import NgramProposer
+from lowlat.speculative.ngram import NgramHistory
 
 SHORT = json.loads((Path(__file__).parent.parent / "data" / "smollm2_135m_instruct_fp32_greedy.json").read_text())
 
 
 def plain_guess(tokens: list[int], count: int) -> list[int]:
-    """The definition, by search: the latest earlier place of the longest suffix of 4 to 2 tokens."""
-    for size in (4, 3, 2):
+    """The definition, by search: the latest earlier place of the longest suffix of 6 to 2 tokens."""
+    for size in (6, 5, 4, 3, 2):
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
                 guesses = list(tokens)
@@ -37,23 +37,10 @@ def plain_guess(tokens: list[int], count: int) -> list[int]:
 @settings(max_examples=200, deadline=None)
 @given(tokens=st.lists(st.integers(0, 2), max_size=30), count=st.integers(0, 7))
 def test_guesses_follow_the_latest_occurrence(tokens: list[int], count: int):
-    proposer = NgramProposer()
-    proposer._most = 100
+    history = NgramHistory()
     for token in tokens:
-        proposer.observe([token])
-    assert proposer.propose(count) == (plain_guess(tokens, count) if count else [])
-
-
-def test_guesses_grow_with_success_and_shrink_with_failure():
-    proposer = NgramProposer()
-    proposer.observe([1, 2, 3] * 10)
-    sizes = []
-    for accepted in (1, 2, 4, 3, 0, 1):
-        guess = proposer.propose(7)
-        sizes.append(len(guess))
-        proposer.judge(len(guess), accepted)
-    assert sizes == [1, 2, 4, 7, 4, 1]
-    assert proposer.propose(0) == proposer.propose(-1) == []
+        history.observe([token])
+    assert history.propose(count).tokens == (plain_guess(tokens, count) if count else [])
 
 
 @settings(max_examples=100, deadline=None)
@@ -147,8 +134,10 @@ def test_a_request_may_decline(engines: tuple[Engine, Engine]):
     ("settings_", "message"),
     [
         ({"spec": "oracle"}, "known: off, ngram"),
-        ({"spec": "ngram", "tensor_parallel": 2}, "one rank only"),
+        ({"spec": "draft"}, "no draft of its own"),
         ({"spec": "ngram", "spec_width": 1}, "use 2 to 16"),
+        ({"spec_simulate_acceptance": 2.0}, "add --spec ngram"),
+        ({"spec": "ngram", "spec_width": 3, "spec_simulate_acceptance": 3.51}, "a step of 3 rows brings 1 to 3"),
     ],
 )
 def test_what_does_not_work_is_refused(settings_: dict, message: str):

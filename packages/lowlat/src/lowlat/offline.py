@@ -70,6 +70,19 @@ class Session(msgspec.Struct, frozen=True):
     cache_salt: str = ""
 
 
+class SpeculationReport(msgspec.Struct, frozen=True):
+    """What guesses came to, over all that an engine has generated."""
+
+    guessed: int
+    accepted: int
+    tokens_per_step: float | None
+    """Tokens that a step brought a request, in steps of decodes alone."""
+    break_even: float | None
+    """Tokens a step above which guesses gain time: how much longer than plain ones these steps took."""
+    simulated_acceptance: float | None
+    """Tokens a step that a benchmark counts as right, whatever is: the text means nothing then."""
+
+
 class Engine:
     """Loads a model and generates with it, in the calling thread.
 
@@ -163,6 +176,19 @@ class Engine:
     def stats(self) -> EngineStats:
         """Gauges and counters now."""
         return self._core.stats()
+
+    def speculation(self) -> SpeculationReport | None:
+        """What guesses came to so far; None without `spec`."""
+        if self.config.spec == "off":
+            return None
+        stats = self._core.stats()
+        return SpeculationReport(
+            stats.guessed_tokens,
+            stats.accepted_tokens,
+            stats.tokens_per_step,
+            stats.break_even,
+            stats.simulated_acceptance,
+        )
 
     def close(self) -> None:
         """End threads and ranks and free the model."""

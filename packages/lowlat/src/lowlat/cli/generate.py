@@ -27,7 +27,7 @@ Examples:
   echo "Once upon a time" | lowlat generate --prompt - --stop "." --seed 7
 
 A file of ids is a JSON list, such as [1, 2, 3]. With --json, one object: text, token_ids, logprobs, finish_reason,
-stop_reason, usage, timings.
+stop_reason, usage, timings, and with --spec: speculation.
 """
 
 
@@ -66,7 +66,7 @@ def generate(
         engine = Engine(config, progress=progress)
     with engine:
         if json:
-            print(_json(engine.generate(start, sampling, stop=stop or ())))
+            print(_json(engine.generate(start, sampling, stop=stop or ()), engine.speculation()))
         else:
             _print_stream(engine, start, sampling, stop or [])
 
@@ -106,9 +106,17 @@ def _print_stream(engine: Engine, start: str | list[int], sampling: SamplingPara
     sys.stdout.write("\n")
     sys.stdout.flush()
     print(f"[{tokens} tokens, {reason}]", file=sys.stderr)
+    report = engine.speculation()
+    if report is not None and report.tokens_per_step is not None and report.break_even is not None:
+        simulated = "" if report.simulated_acceptance is None else ", simulated: the text means nothing"
+        print(
+            f"[{report.tokens_per_step:.2f} tokens a step, break-even {report.break_even:.2f}, "
+            f"{report.accepted} of {report.guessed} guesses right{simulated}]",
+            file=sys.stderr,
+        )
 
 
-def _json(generation: Any) -> str:
+def _json(generation: Any, speculation: Any) -> str:
     """One object on one line; bytes of tokens as lists of numbers."""
     fields = msgspec.to_builtins(generation, builtin_types=(bytes,))
     for entry in fields.get("logprobs") or []:
@@ -116,4 +124,6 @@ def _json(generation: Any) -> str:
             token["bytes"] = list(token["bytes"])
     if fields.get("logprobs") is None:
         fields.pop("logprobs", None)
+    if speculation is not None:
+        fields["speculation"] = msgspec.to_builtins(speculation)
     return msgspec.json.encode(fields).decode()

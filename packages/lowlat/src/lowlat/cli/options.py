@@ -21,6 +21,14 @@ def _option(*flags: str, panel: str, help: str, **limits: Any) -> Any:
     return typer.Option(*flags, rich_help_panel=panel, help=help, **limits)
 
 
+def _width(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if text.isdecimal() and 2 <= int(text) <= 16:
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is neither auto nor a number from 2 to 16")
+
+
 ENGINE_OPTIONS: dict[str, Any] = {
     "model": Annotated[
         str,
@@ -111,7 +119,24 @@ ENGINE_OPTIONS: dict[str, Any] = {
         ),
     ],
     "spec_width": Annotated[
-        int, _option("--spec-width", panel=_COMPUTE, min=2, max=16, help="Most rows of a request in such a step.")
+        int | None,
+        _option(
+            "--spec-width",
+            panel=_COMPUTE,
+            parser=_width,
+            metavar="auto|2-16",
+            help="Rows of a request in such a step; auto: as many as make tokens come fastest, at most 8.",
+        ),
+    ],
+    "spec_simulate_acceptance": Annotated[
+        float | None,
+        _option(
+            "--spec-simulate-acceptance",
+            panel=_COMPUTE,
+            min=1,
+            max=16,
+            help="For benchmarks: so many tokens a step count as right, whatever is. Answers mean nothing then.",
+        ),
     ],
     "seed": Annotated[
         int | None,

@@ -24,7 +24,9 @@ from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.ranks import RankGroup, TensorParallelExecutor
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.scheduler import Scheduler
-from lowlat.models.base import BuildContext, DraftingModel, Model, make_cache, prefill_rules
+from lowlat.engine.setup_error import SetupError as SetupError
+from lowlat.engine.speculation_setup import make_speculation, spec_width
+from lowlat.models.base import BuildContext, Model, make_cache, prefill_rules
 from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import Communicator, SingleRank
@@ -32,10 +34,6 @@ from lowlat.platform import Platform, select
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what), bytes; total 0: unknown."""
-
-
-class SetupError(Exception):
-    """The configuration cannot be served; the text says why and what to do."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
@@ -93,6 +91,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
             width=parts.width,
             rules=parts.rules,
         )
+        scheduler.stats.simulated_acceptance = config.spec_simulate_acceptance
         run = parts.runner.run
         executor: Executor = ThreadExecutor(run, lambda: parts.platform.set_threads(parts.threads))
         if group is not None:
@@ -129,10 +128,10 @@ def build_rank(
     with _refusals():
         kernels = LowLatencyMode(config, checkpoint, platform, communicator, dtype)
     model = build_model(checkpoint, build, lambda done, total: progress(done, total, "loading weights"))
+    width = spec_width(config, model)
     with _refusals():
-        kernels.model_built(model)
+        kernels.model_built(model, width)
     page_size = config.page_size
-    width = _width(config, model)
     rules = _rules(config, model)
     groups = model.cache_groups()
     # A request holds up to three copies of its state (end of prompt, newest, the one before); the rest are prefixes'.
@@ -152,7 +151,6 @@ def build_rank(
         limits,
         communicator,
         min_rows=platform.min_rows,
-        model_drafts=build.draft,
         has_state=state_bytes(groups) > 0,
     )
     progress(0, 0, "first step")
@@ -164,6 +162,9 @@ def build_rank(
             progress(0, 0, "checking kernels")
             kernels.prove()
     runner.kernel_steps = KernelSteps(kernels.low, page_size)
+    if width > 1:
+        progress(0, 0, "measuring steps")
+        runner.speculation = make_speculation(config, runner, communicator, width)
     facts = EngineFacts(
         model=checkpoint.name,
         dtype=dtype,
@@ -206,24 +207,6 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         if ids:
             return tuple(ids)
     return ()
-
-
-def _width(config: EngineConfig, model: Model) -> int:
-    """Rows that a request may have in a decode step."""
-    if config.spec not in ("off", "ngram", "draft"):
-        raise SetupError(f"speculation {config.spec!r} is not known; known: off, ngram, draft")
-    if config.spec == "off":
-        return 1
-    if config.tensor_parallel > 1:
-        raise SetupError(f"--spec {config.spec} works on one rank only; use --tp 1")
-    if not 2 <= config.spec_width <= 16:
-        raise SetupError(f"a speculative step of {config.spec_width} rows a request: use 2 to 16")
-    if config.spec == "draft":
-        block = model.draft_block if isinstance(model, DraftingModel) else 0
-        if not block:
-            raise SetupError(f"{config.model} has no draft of its own; use --spec ngram or off")
-        return min(config.spec_width, 1 + block)
-    return config.spec_width
 
 
 def _rules(config: EngineConfig, model: Model) -> PrefillRules:

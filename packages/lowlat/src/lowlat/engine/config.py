@@ -44,8 +44,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     spec: str = "off"
     """`off`; `ngram`: guess tokens that followed the same words before; `draft`: ask the model's own draft (DSpark).
     Several guesses are checked in one step."""
-    spec_width: int = 8
-    """Most rows of a request in a speculative step: one, and the guesses."""
+    spec_width: int | None = None
+    """Rows of a request in a speculative step: one, and the guesses. None: as many as make tokens come fastest, at most
+    8, by measured times of steps and measured acceptance."""
+    spec_simulate_acceptance: float | None = None
+    """For benchmarks: so many tokens a step count as right, whatever is; answers mean nothing then."""
     seed: int | None = None
     """Seeds of requests that bring none are drawn from this one; None: from a new one at every start."""
     low_latency: str = "auto"

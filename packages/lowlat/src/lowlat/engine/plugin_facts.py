@@ -15,7 +15,8 @@ from lowlat.platform import Platform
 if TYPE_CHECKING:
     from lowlat.models.loading.checkpoint import Checkpoint
 
-FEATURES = frozenset({"decode", "kv.paged", "kv.rebind"})
+FEATURES = frozenset({"decode", "verify", "kv.paged", "kv.rebind"})
+_CHECKS_GUESSES = {"speculative.verify": 1, "speculative.ragged": 1}
 
 
 def engine_facts(
@@ -35,7 +36,7 @@ def engine_facts(
         tensor_parallel=config.tensor_parallel,
         resident_blocks=blocks,
         shared_memory=shared,
-        capabilities={},
+        capabilities={} if config.spec == "off" else _CHECKS_GUESSES,
         settings=msgspec.to_builtins(config),
         features=FEATURES,
         watchdog_s=config.watchdog_s,

@@ -84,6 +84,8 @@ class PluginHost:
         self.device = str(platform.device)
         self.vocab_size = int(checkpoint.config.get("vocab_size", 0))
         self.model: Model | None = None
+        self.width = 1
+        """Rows that a request may have in a step."""
         self._config = config
         self._checkpoint = checkpoint
         self._kv: KVPool | None = None
@@ -111,6 +113,7 @@ class PluginHost:
             workspace=workspace,
             checkpoint=Path(source.path),
             max_requests=self._config.max_batch,
+            tokens_per_request=self.width,
             model=self.model,
         )
 
@@ -189,9 +192,11 @@ class LowLatencyMode:
         self.low = LowLatency(self.host, registry, policy, config.kernels)
         self._stage(self.low.choose)
 
-    def model_built(self, model: Model) -> None:
-        """After the weights and before the KV pool is sized: kernels take all memory they will ever have."""
+    def model_built(self, model: Model, width: int = 1) -> None:
+        """After the weights and before the KV pool is sized: kernels take all memory they will ever have. `width`: rows
+        that a request may have in a step."""
         self.host.model = model
+        self.host.width = width
         self._stage(self.low.build)
 
     def pool_made(self, kv: KVPool) -> None:

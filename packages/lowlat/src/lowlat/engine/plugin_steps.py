@@ -24,21 +24,32 @@ class KernelSteps:
         self.low = low
         self._page_size = page_size
 
-    def run(self, plan: StepPlan, tokens: list[int], lengths: list[int], kv_slots: np.ndarray) -> torch.Tensor | None:
-        """Logits [R, V] of a step of decodes; None where the general path must compute it.
+    def run(
+        self,
+        plan: StepPlan,
+        tokens: list[int],
+        guesses: list[list[int]],
+        lengths: list[int],
+        kv_slots: np.ndarray,
+    ) -> torch.Tensor | None:
+        """Logits [R, V] of a step of decodes and the guesses they check; None where the general path must compute it.
 
-        `tokens` and `lengths` are by batch slot, before the step; `kv_slots` [B, tokens] names each token's KV slot.
+        `tokens` and `lengths` are by batch slot, before the step, `guesses` by decode slot of the plan; `kv_slots`
+        [B, tokens] names each token's KV slot.
         Raises `StepFailed` where kernels fail beside other ranks, which cannot be asked to start the step again.
         """
         low = self.low
         requests = len(plan.decodes)
-        route = low.route(Mode.PREFILL if plan.chunks else Mode.DECODE, requests, plan.rows)
+        checks = any(guesses)
+        mode = Mode.PREFILL if plan.chunks else Mode.VERIFY if checks else Mode.DECODE
+        route = low.route(mode, requests, plan.rows + sum(map(len, guesses)))
         if plan.general and low.state is State.ACTIVE:
             route = SWITCHED_OFF
         logits_RV = None
         if route.kernels:
             try:
-                logits_RV = low.forward(self._inputs(plan.decodes, tokens, lengths, kv_slots))
+                rows = [[tokens[slot], *guessed] for slot, guessed in zip(plan.decodes, guesses, strict=True)]
+                logits_RV = low.forward(self._inputs(mode, plan.decodes, rows, lengths, kv_slots))
             except StepFailed:
                 if low.host.agreement.size > 1:
                     raise
@@ -47,18 +58,24 @@ class KernelSteps:
         low.counters.add(route)
         return logits_RV
 
-    def _inputs(self, slots: list[int], tokens: list[int], lengths: list[int], kv_slots: np.ndarray) -> StepInputs:
-        requests = len(slots)
-        positions_R = np.array([lengths[slot] for slot in slots], dtype=np.int64)
+    def _inputs(
+        self, mode: Mode, slots: list[int], tokens: list[list[int]], lengths: list[int], kv_slots: np.ndarray
+    ) -> StepInputs:
+        counts_Q = np.array([len(rows) for rows in tokens])
+        starts_Q = np.array([lengths[slot] for slot in slots], dtype=np.int64)
         index_Q = np.array(slots)
-        starts_P = np.arange(0, int(positions_R.max()) + 1, self._page_size)
+        query_start_Q1 = np.concatenate([[0], counts_Q.cumsum()])
+        offsets_R = np.arange(query_start_Q1[-1]) - np.repeat(query_start_Q1[:-1], counts_Q)
+        positions_R = np.repeat(starts_Q, counts_Q) + offsets_R
+        lengths_Q = starts_Q + counts_Q
+        starts_P = np.arange(0, int(lengths_Q.max()), self._page_size)
         page_table_QP = (kv_slots[index_Q[:, None], starts_P] // self._page_size).astype(np.int32)
         return StepInputs(
-            Mode.DECODE,
-            torch.tensor([tokens[slot] for slot in slots]),
+            mode,
+            torch.tensor([token for rows in tokens for token in rows]),
             torch.from_numpy(positions_R),
-            torch.arange(requests + 1, dtype=torch.int32),
-            torch.from_numpy((positions_R + 1).astype(np.int32)),
+            torch.from_numpy(query_start_Q1.astype(np.int32)),
+            torch.from_numpy(lengths_Q.astype(np.int32)),
             torch.from_numpy(page_table_QP),
-            torch.from_numpy(kv_slots[index_Q, positions_R]),
+            torch.from_numpy(kv_slots[np.repeat(index_Q, counts_Q), positions_R]),
         )

@@ -152,3 +152,22 @@ class EngineStats(msgspec.Struct, array_like=True):
     """(reason, pins that were given up): `expired`, `ended`, `budget` or `pages`."""
     low_latency_steps: list[tuple[str, str, int]] = []
     """(path, reason, steps): path `plugin` or `general`; the reason is `covered` for `plugin`."""
+    decode_rows: int = 0
+    """Times that a request took part in a step of decodes alone where steps may check guesses, and `decode_tokens`:
+    what that brought."""
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    """Time of those steps, and `plain_seconds`: what they would have taken without guesses, by measured step times."""
+    plain_seconds: float = 0.0
+    simulated_acceptance: float | None = None
+    """Tokens a step that a benchmark counts as right (`--spec-simulate-acceptance`)."""
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens that a step brought a request, where steps may check guesses."""
+        return self.decode_tokens / self.decode_rows if self.decode_rows else None
+
+    @property
+    def break_even(self) -> float | None:
+        """Tokens a step above which speculation gains time: how much longer its steps take than plain ones."""
+        return self.decode_seconds / self.plain_seconds if self.plain_seconds else None

@@ -6,21 +6,23 @@ names slots only. This is the runner of CPUs; steps run eagerly.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
 from lowlat.cache.layout import KVPool
-from lowlat.engine.batch import GREEDY, PlanLimits, StepPlan
+from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.executor import StepResult
 from lowlat.engine.item_rows import item_group
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.request import TokenLogprobs
-from lowlat.engine.sampler import label_logprobs, sample_bursts, token_logprobs
+from lowlat.engine.sampler import label_logprobs, sample_bursts, simulated_bursts, token_logprobs
+from lowlat.engine.speculation import Speculation
 from lowlat.layers.step import DecodeGroup, ItemGroup, Segment, StepInputs
-from lowlat.models.base import DraftingModel, DraftRequest, Model, ModelCache
+from lowlat.models.base import Model, ModelCache
 from lowlat.parallel.group import Communicator
-from lowlat.speculative.ngram import NgramProposer
 
 
 def padded_rows(rows: int) -> int:
@@ -40,11 +42,9 @@ class ModelRunner:
         communicator: Communicator,
         *,
         min_rows: int = 1,
-        model_drafts: bool = False,
         has_state: bool = False,
     ) -> None:
-        """`model_drafts`: guesses come from the model's own draft, not from the words before. `has_state`: the model
-        keeps state for a request, and sees every request's rows as a segment of its own."""
+        """`has_state`: the model keeps state for a request, and sees every request's rows as a segment of its own."""
         self.model = model
         self.kv = kv
         self._communicator = communicator
@@ -55,9 +55,6 @@ class ModelRunner:
         self._tokens = [0] * limits.max_batch
         self._sampling = [GREEDY] * limits.max_batch
         self._rules: list[LogitRules | None] = [None] * limits.max_batch
-        self._proposers: list[NgramProposer | None] = [None] * limits.max_batch
-        self._model_drafts = model_drafts
-        self._drafts: list[list[int]] = [[] for _ in range(limits.max_batch)]
         # KV slot of every token of every batch slot: the page tables, spelled out.
         self._kv_slots = np.zeros((limits.max_batch, limits.max_pages * self._page_size), dtype=np.int64)
         self._in_order = [True] * limits.max_batch
@@ -65,20 +62,35 @@ class ModelRunner:
         self._segments_only = has_state
         self.kernel_steps: KernelSteps | None = None
         """Where a kernel library is installed: who is asked first."""
+        self.speculation: Speculation | None = None
+        """Where steps check guesses: who makes them."""
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step and sample its tokens; the slots' states advance."""
+    def run(self, plan: StepPlan, guesses: list[list[int]] | None = None) -> StepResult:
+        """Compute one step and sample its tokens; the slots' states advance.
+
+        `guesses` of each decode slot come from `speculation` unless they are given.
+        """
         self._update(plan)
+        speculation = self.speculation
+        if guesses is None:
+            guesses = [[] for _ in plan.decodes]
+            if speculation is not None:
+                guesses = speculation.guess(plan, self._tokens, self._lengths, self._sampling)
+        started = time.perf_counter()
         for row, slot in plan.restores:
             self.kv.copy_state(row, slot)
         before = self._lengths.copy()
-        guesses = [self._guess(slot) for slot in plan.decodes]
-        logits_MV = None
-        if self.kernel_steps is not None and not any(guesses):
-            logits_MV = self.kernel_steps.run(plan, self._tokens, self._lengths, self._kv_slots)
+        logits_MV = inputs = None
+        if self.kernel_steps is not None:
+            logits_MV = self.kernel_steps.run(plan, self._tokens, guesses, self._lengths, self._kv_slots)
+        if logits_MV is None or (speculation is not None and speculation.follows):
+            inputs = self._inputs(plan, guesses)
         if logits_MV is None:
-            logits_MV = self.model.forward(self._inputs(plan, guesses), self.kv)
+            assert inputs is not None
+            logits_MV = self.model.forward(inputs, self.kv)
+        if speculation is not None and inputs is not None:
+            speculation.follow(inputs)
         for chunk in plan.chunks:
             before[chunk.slot] = chunk.start
             self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
@@ -87,25 +99,26 @@ class ModelRunner:
         for slot, row in plan.saves:
             if self._lengths[slot] // self._page_size > before[slot] // self._page_size:
                 self.kv.copy_state(slot, row)
-        if self._model_drafts:
-            self._draft(slots)
+        if speculation is not None:
+            result.spent, result.plain = speculation.time_step(plan, guesses, time.perf_counter() - started)
         return result
 
-    def _guess(self, slot: int) -> list[int]:
-        """Guesses of the tokens after a decode slot's next one."""
-        setting, proposer = self._sampling[slot], self._proposers[slot]
-        most = max(0, min(setting.width, setting.end - self._lengths[slot]) - 1)
-        if self._model_drafts:
-            return self._drafts[slot][:most]
-        return proposer.propose(most) if proposer is not None else []
-
-    def _draft(self, slots: list[int]) -> None:
-        """Let the model's draft guess what follows the tokens just chosen."""
-        assert isinstance(self.model, DraftingModel)
-        wanted = [slot for slot in slots if self._sampling[slot].width > 1]
-        requests = [DraftRequest(self._tokens[slot], self._lengths[slot], slot) for slot in wanted]
-        for slot, drafts in zip(wanted, self.model.propose(requests, self.kv) if wanted else [], strict=True):
-            self._drafts[slot] = drafts
+    def time_rows(self, rows: int, width: int) -> float:
+        """Seconds of a decode step of `rows` rows, at most `width` a request, on pages that nobody owns."""
+        counts = [width] * (rows // width) + [rows % width] * (rows % width > 0)
+        context = min(16, self.max_pages * self._page_size - width)
+        pages = list(range(-(-(context + width) // self._page_size)))
+        slots = list(range(len(counts)))
+        begins = [(slot, GREEDY) for slot in slots]
+        # All slots have the same pages: one fills them for all, unless each has state of its own.
+        filling = slots if self._segments_only else slots[:1]
+        chunks = [PrefillChunk(slot, 0, [0] * context, False) for slot in filling]
+        self.run(StepPlan(0, begins, [(slot, 0, pages) for slot in slots], chunks, []), [])
+        for slot in slots:
+            self._lengths[slot] = context
+        started = time.perf_counter()
+        self.run(StepPlan(1, [], [], [], slots), [[0] * (count - 1) for count in counts])
+        return time.perf_counter() - started
 
     def _result(
         self, plan: StepPlan, logits_MV: torch.Tensor, slots: list[int], guesses: list[list[int]]
@@ -117,16 +130,22 @@ class ModelRunner:
             return StepResult(plan.step, [], None, scores, label_logprobs=labels)
         for slot in plan.decodes:
             self._lengths[slot] += 1
+        if self._communicator.shard.rank > 0:
+            told = self._communicator.broadcast(torch.empty((len(slots), 2), dtype=torch.int64)).tolist()
+            for slot, (token, length) in zip(slots, told, strict=True):
+                self._tokens[slot], self._lengths[slot] = token, length
+            return StepResult(plan.step, [])
         bursts, logprobs = self._sample(logits_MV[:rows], slots, guesses)
-        for slot, burst, guessed in zip(slots, bursts, guesses, strict=True):
+        for slot, burst in zip(slots, bursts, strict=True):
             self._tokens[slot] = burst[-1]
             length = self._lengths[slot] + len(burst) - 1
             # Guesses may have ended an answer before a step that was launched ahead: it must not grow beyond its pages.
             self._lengths[slot] = min(length, self._sampling[slot].end - 1) if self._sampling[slot].end else length
-            proposer = self._proposers[slot]
-            if proposer is not None:
-                proposer.judge(len(guessed), len(burst) - 1)
-                proposer.observe(burst)
+        if self._communicator.shard.size > 1:
+            # Rank 0 chooses and tells the others, so ranks can never disagree.
+            self._communicator.broadcast(torch.tensor([[self._tokens[slot], self._lengths[slot]] for slot in slots]))
+        if self.speculation is not None:
+            self.speculation.judge(slots, self._sampling, bursts)
         tokens = [token for burst in bursts for token in burst]
         counts = list(map(len, bursts)) if len(tokens) > len(slots) else None
         return StepResult(plan.step, tokens, logprobs, scores, counts, sum(map(len, guesses)), labels)
@@ -134,17 +153,14 @@ class ModelRunner:
     def _sample(
         self, logits_MV: torch.Tensor, slots: list[int], guesses: list[list[int]]
     ) -> tuple[list[list[int]], list[TokenLogprobs | None] | None]:
-        """Rank 0 chooses and tells the others, so ranks can never disagree."""
-        if self._communicator.shard.rank > 0:
-            tokens = self._communicator.broadcast(torch.empty(len(slots), dtype=torch.int64)).tolist()
-            return [[token] for token in tokens], None
+        """Choose the tokens of each slot's rows."""
         settings = [self._sampling[slot] for slot in slots]
         positions = [self._lengths[slot] for slot in slots]
         rules = [self._rules[slot] for slot in slots]
-        bursts, logprobs = sample_bursts(logits_MV, settings, positions, rules, guesses)
-        if self._communicator.shard.size > 1:
-            self._communicator.broadcast(torch.tensor([burst[0] for burst in bursts]))
-        return bursts, logprobs
+        if self.speculation is not None and self.speculation.simulated is not None:
+            counts = self.speculation.simulate(slots, guesses)
+            return simulated_bursts(logits_MV, settings, positions, rules, guesses, counts)
+        return sample_bursts(logits_MV, settings, positions, rules, guesses)
 
     def _score(
         self, plan: StepPlan, logits_MV: torch.Tensor
@@ -175,11 +191,8 @@ class ModelRunner:
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
             self._rules[slot] = LogitRules.of(sampling)
-            self._proposers[slot] = None
-            self._drafts[slot] = []
-            if sampling.width > 1 and not self._model_drafts:
-                proposer = self._proposers[slot] = NgramProposer()
-                proposer.observe(sampling.prompt + sampling.answer)
+            if self.speculation is not None:
+                self.speculation.begin(slot, sampling)
             self._in_order[slot] = True
         size = self._page_size
         for slot, first, pages in plan.pages:
@@ -207,7 +220,7 @@ class ModelRunner:
             rows = range(len(tokens), len(tokens) + len(new))
             tokens.extend(new)
             positions.extend(range(start, start + len(new)))
-            write.append(self._kv_slots[slot, start : start + len(new)])
+            write.append(self.write_slots(slot, start, len(new)))
             return rows
 
         for chunk in plan.chunks:
@@ -225,7 +238,7 @@ class ModelRunner:
                 positions[plain.stop :] = (group.offsets_T + chunk.items.query).tolist()
                 groups.append(group)
             if plain:
-                segments.append(self._segment(chunk.slot, plain, chunk.start + len(plain)))
+                segments.append(self.segment(chunk.slot, plain, chunk.start + len(plain)))
             score_rows.extend(rows if chunk.targets else ())
             read_rows.extend(rows[place] for place in chunk.read_rows)
             sample_rows.extend(rows[-1:] if chunk.sample else ())
@@ -234,12 +247,12 @@ class ModelRunner:
             rows = add(slot, length, [self._tokens[slot], *guessed])
             sample_rows.extend(rows)
             if guessed or self._segments_only:
-                segments.append(self._segment(slot, rows, length + len(rows)))
+                segments.append(self.segment(slot, rows, length + len(rows)))
             else:
                 singles.append((slot, rows[0]))
         if len(singles) == 1:
             slot, row = singles[0]
-            segments.append(self._segment(slot, range(row, row + 1), self._lengths[slot] + 1))
+            segments.append(self.segment(slot, range(row, row + 1), self._lengths[slot] + 1))
         padding = [0] * (padded_rows(max(self._min_rows, len(tokens))) - len(tokens))
         return StepInputs(
             tokens_R=torch.tensor(tokens + padding),
@@ -252,10 +265,15 @@ class ModelRunner:
             items=groups,
         )
 
-    def _segment(self, slot: int, rows: range, length: int) -> Segment:
+    def segment(self, slot: int, rows: range, length: int) -> Segment:
+        """Rows of a request whose last is token `length - 1` (see `speculative.proposer.Tables`)."""
         kv_slots = self._kv_slots[slot, :length]
         run = int(kv_slots[0]) if self._in_order[slot] else -1
         return Segment(rows.start, len(rows), length, torch.from_numpy(kv_slots), run, slot)
+
+    def write_slots(self, slot: int, start: int, count: int) -> np.ndarray:
+        """KV slots of `count` tokens of a batch slot."""
+        return self._kv_slots[slot, start : start + count]
 
     def _decode_groups(self, singles: list[tuple[int, int]]) -> list[DecodeGroup]:
         """Gather (slot, row) pairs whose lengths differ at most by a factor of two, so that padding stays small."""

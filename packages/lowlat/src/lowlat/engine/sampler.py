@@ -78,6 +78,32 @@ def sample_bursts(
     return bursts, entries if any(entry is not None for entry in entries) else None
 
 
+def simulated_bursts(
+    logits_MV: torch.Tensor,
+    settings: list[SlotSampling],
+    positions: list[int],
+    rules: list[LogitRules | None] | None,
+    guesses: list[list[int]],
+    counts: list[int],
+) -> tuple[list[list[int]], list[TokenLogprobs | None] | None]:
+    """As `sample_bursts`, but so many tokens of each request as `counts` says, its guesses taken for right.
+
+    For benchmarks of speed at a given acceptance: the answers mean nothing.
+    """
+    ends = [len(guessed) + 1 for guessed in guesses]
+    firsts = [sum(ends[:index]) for index in range(len(ends))]
+    last = torch.tensor([first + count - 1 for first, count in zip(firsts, counts, strict=True)])
+    places = [position + count - 1 for position, count in zip(positions, counts, strict=True)]
+    tokens, _ = sample(logits_MV[last], settings, places, rules)
+    bursts = [[*guessed[: count - 1], token] for guessed, count, token in zip(guesses, counts, tokens, strict=True)]
+    entries = [
+        token_logprobs(logits_MV[first + row], token, setting.logprobs) if setting.logprobs >= 0 else None
+        for first, burst, setting in zip(firsts, bursts, settings, strict=True)
+        for row, token in enumerate(burst)
+    ]
+    return bursts, entries if any(entry is not None for entry in entries) else None
+
+
 def _choose(
     logits_V: torch.Tensor, likeliest: int, setting: SlotSampling, position: int, rule: LogitRules | None
 ) -> int:

@@ -202,6 +202,11 @@ class Scheduler:
         self.stats.step += 1
         self.stats.guessed_tokens += result.guessed
         self.stats.accepted_tokens += len(tokens) - len(counts) if counts else 0
+        if result.plain:
+            self.stats.decode_rows += len(launch.decodes)
+            self.stats.decode_tokens += len(tokens)
+            self.stats.decode_seconds += result.spent
+            self.stats.plain_seconds += result.plain
         if self._ending:
             self._release_ended(result.step)
 

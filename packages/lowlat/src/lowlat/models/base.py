@@ -14,6 +14,7 @@ from lowlat.cache.rules import PrefillRules
 from lowlat.layers.step import StepInputs
 from lowlat.parallel.group import Communicator
 from lowlat.platform import Platform
+from lowlat.speculative.proposer import DraftRequest, Proposal
 
 if TYPE_CHECKING:
     from lowlat.models.loading.checkpoint import Checkpoint
@@ -84,14 +85,6 @@ class Model(Protocol):
         """
 
 
-class DraftRequest(msgspec.Struct, frozen=True):
-    """One request to draft for: `anchor` is its newest token, at position `length`; `state` its state row."""
-
-    anchor: int
-    length: int
-    state: int
-
-
 @runtime_checkable
 class DraftingModel(Protocol):
     """A model with a draft of its own, which its forward feeds."""
@@ -99,7 +92,7 @@ class DraftingModel(Protocol):
     draft_block: int
     """Tokens that one pass proposes; 0: there is no draft."""
 
-    def propose(self, requests: list[DraftRequest], kv: Any) -> list[list[int]]:
+    def propose(self, requests: list[DraftRequest], kv: Any) -> list[Proposal]:
         """Guesses of the tokens after each request's newest one."""
 
 

@@ -42,6 +42,9 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                simulated = self._state.engine.config.spec_simulate_acceptance
+                if simulated is not None:
+                    MutableHeaders(scope=message)["x-lowlat-simulated-acceptance"] = f"{simulated:g}"
                 if scope.get("lowlat_request_id"):
                     MutableHeaders(scope=message).setdefault("x-request-id", scope["lowlat_request_id"])
             await send(message)

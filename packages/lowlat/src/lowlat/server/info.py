@@ -25,6 +25,9 @@ class Info(msgspec.Struct, kw_only=True):
     max_batch: int
     max_queue: int
     restarts: int
+    spec: str
+    simulated_acceptance: float | None
+    """Tokens a step that a benchmark counts as right; null: answers are the model's."""
 
 
 @router.get("/v1/info", operation_id="info", summary="What runs here, and its limits")
@@ -46,5 +49,7 @@ async def info(request: Request) -> Response:
             max_batch=config.max_batch,
             max_queue=state.settings.max_queue,
             restarts=state.engine.restarts,
+            spec=config.spec,
+            simulated_acceptance=config.spec_simulate_acceptance,
         )
     )

@@ -133,6 +133,18 @@ class ServerCollector(Collector):
             "lowlat_guessed_tokens", "Guessed tokens that steps checked (--spec).", stats.guessed_tokens
         )
         yield CounterMetricFamily("lowlat_accepted_tokens", "Guessed tokens that were right.", stats.accepted_tokens)
+        for name, text, value in (
+            ("decode_rows", "Times that a request took part in a step of decodes alone (--spec).", stats.decode_rows),
+            ("decode_tokens", "Tokens that those steps brought.", stats.decode_tokens),
+            ("decode_seconds", "Time of those steps.", stats.decode_seconds),
+            ("plain_decode_seconds", "What they would have taken without guesses, as measured.", stats.plain_seconds),
+        ):
+            yield CounterMetricFamily(f"lowlat_{name}", text, value)
+        yield GaugeMetricFamily(
+            "lowlat_simulated_acceptance",
+            "Tokens a step that a benchmark counts as right; 0: answers are the model's.",
+            stats.simulated_acceptance or 0.0,
+        )
         yield CounterMetricFamily("lowlat_preemptions", "Running sequences that were put back.", stats.preemptions)
         steps = CounterMetricFamily(
             "lowlat_low_latency_steps",

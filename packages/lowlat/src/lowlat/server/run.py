@@ -265,6 +265,8 @@ async def _announce(
         dtype=ready.dtype,
         device=ready.device,
         kernels=ready.kernels,
+        spec=state.engine.config.spec,
+        simulated_acceptance=state.engine.config.spec_simulate_acceptance,
         kv_tokens=ready.kv_tokens,
         engine_seconds=round(ready.ready_s, 2),
     )

@@ -18,13 +18,13 @@ from lowlat.layers import deepseek_attention as ops
 from lowlat.layers.deepseek_numerics import linear, rms_norm
 from lowlat.layers.deepseek_rope import TailRope
 from lowlat.layers.hyper_connections import collapse
-from lowlat.models.base import DraftRequest
 from lowlat.models.deepseek_v4.attention import AttentionBase, Rows
 from lowlat.models.deepseek_v4.caches import DeepseekCaches
 from lowlat.models.deepseek_v4.config import DeepseekConfig
 from lowlat.models.deepseek_v4.layer import FeedForward, Streams, first_pre
 from lowlat.models.deepseek_v4.weights import Weights
 from lowlat.parallel.group import Communicator
+from lowlat.speculative.proposer import DraftRequest
 
 Choose = Callable[[torch.Tensor, int], torch.Tensor]
 """Picks a token for every request: (logits [Q, V], place in the block) -> ids [Q]."""

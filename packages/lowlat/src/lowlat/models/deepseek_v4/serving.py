@@ -11,13 +11,14 @@ from lowlat.cache.groups import CacheGroup
 from lowlat.cache.layout import KVLayout
 from lowlat.cache.rules import PrefillRules
 from lowlat.layers.step import Segment, StepInputs
-from lowlat.models.base import BuildContext, DraftRequest, LoadProgress
+from lowlat.models.base import BuildContext, LoadProgress
 from lowlat.models.config import UnsupportedModelError
 from lowlat.models.deepseek_v4.caches import DeepseekCaches
 from lowlat.models.deepseek_v4.config import read_deepseek_config
 from lowlat.models.deepseek_v4.engram_tables import Placement, WantedPlacement, choose_placement
 from lowlat.models.deepseek_v4.model import DeepseekV4, Options
 from lowlat.models.deepseek_v4.step import StateSegment
+from lowlat.speculative.proposer import DraftRequest, Proposal
 
 if TYPE_CHECKING:
     from lowlat.models.loading.checkpoint import Checkpoint
@@ -90,11 +91,12 @@ class ServedDeepseek:
         step.segments = [_with_state(segment) for segment in step.segments]
         return self.model.compute(step, caches).float()
 
-    def propose(self, requests: list[DraftRequest], caches: DeepseekCaches) -> list[list[int]]:
-        """The draft's greedy proposals."""
+    def propose(self, requests: list[DraftRequest], caches: DeepseekCaches) -> list[Proposal]:
+        """The draft's greedy proposals, with its confidence in them."""
         assert self.model.draft is not None
-        tokens: list[list[int]] = self.model.draft.propose(requests, caches).tokens.tolist()
-        return tokens
+        found = self.model.draft.propose(requests, caches)
+        pairs = zip(found.tokens.tolist(), found.confidence.tolist(), strict=True)
+        return [Proposal(tokens, chances=confidence) for tokens, confidence in pairs]
 
 
 def _placement(checkpoint: Checkpoint, build: BuildContext) -> Placement:

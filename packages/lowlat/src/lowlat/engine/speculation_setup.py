@@ -1,0 +1,68 @@
+"""From a configuration to a proposer: what `--spec` means, what it needs, and what is refused."""
+
+from __future__ import annotations
+
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.runner import ModelRunner
+from lowlat.engine.setup_error import SetupError
+from lowlat.engine.speculation import Speculation
+from lowlat.models.base import DraftingModel, Model
+from lowlat.parallel.group import Communicator
+from lowlat.speculative.ngram import NgramProposer
+from lowlat.speculative.own_draft import OwnDraft
+from lowlat.speculative.proposer import Proposer
+from lowlat.speculative.step_times import StepTimes, rows_to_measure
+
+_KNOWN = ("off", "ngram", "draft")
+_AUTO_WIDTH = 8
+_MOST_WIDTH = 16
+_MOST_MEASURED = 64
+
+
+def spec_width(config: EngineConfig, model: Model) -> int:
+    """Most rows that a request may have in a decode step. Raises `SetupError`."""
+    if config.spec not in _KNOWN:
+        raise SetupError(f"speculation {config.spec!r} is not known; known: {', '.join(_KNOWN)}")
+    simulated = config.spec_simulate_acceptance
+    if config.spec == "off":
+        if simulated is not None:
+            raise SetupError("--spec-simulate-acceptance needs guesses: add --spec ngram or another")
+        return 1
+    width = config.spec_width or _AUTO_WIDTH
+    if not 2 <= width <= _MOST_WIDTH:
+        raise SetupError(f"a speculative step of {width} rows a request: use 2 to {_MOST_WIDTH}, or auto")
+    if config.spec == "draft":
+        block = model.draft_block if isinstance(model, DraftingModel) else 0
+        if not block:
+            raise SetupError(f"{config.model} has no draft of its own; use --spec ngram or off")
+        width = min(width, 1 + block)
+    if simulated is not None and not 1 <= simulated <= width:
+        raise SetupError(
+            f"--spec-simulate-acceptance {simulated:g}: a step of {width} rows brings 1 to {width} tokens; "
+            "choose a number between, or a larger --spec-width"
+        )
+    return width
+
+
+def make_speculation(config: EngineConfig, runner: ModelRunner, communicator: Communicator, width: int) -> Speculation:
+    """The proposer of `config`, and the table of step times; all ranks measure together."""
+    proposer: Proposer = NgramProposer()
+    if config.spec == "draft":
+        model, kv = runner.model, runner.kv
+        assert isinstance(model, DraftingModel)
+        proposer = OwnDraft(lambda requests: model.propose(requests, kv))
+    adaptive = config.spec_width is None and config.spec_simulate_acceptance is None
+    speculation = Speculation(
+        proposer, communicator, width=width, adaptive=adaptive, simulated=config.spec_simulate_acceptance
+    )
+    speculation.times = measure_steps(runner, config.max_batch, width)
+    return speculation
+
+
+def measure_steps(runner: ModelRunner, max_batch: int, width: int) -> StepTimes | None:
+    """Times of decode steps of this model on this machine; None where the pool is too small to try."""
+    room = runner.max_pages * runner.kv.layout.page_size - 1
+    if room < width:
+        return None
+    rows = rows_to_measure(width, min(max_batch * width, max(_MOST_MEASURED, width)))
+    return StepTimes.measure(lambda count: runner.time_rows(count, width), rows)
