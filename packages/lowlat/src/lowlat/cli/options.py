@@ -15,6 +15,7 @@ from lowlat.engine.request import SamplingParams
 
 _DEFAULTS = EngineConfig()
 _MODEL, _COMPUTE, _MEMORY, _KERNELS = "Model", "Compute", "Memory and batching", "Low-latency kernels"
+_GRAMMARS = "Answers that follow a grammar (JSON schemas, regular expressions)"
 
 
 def _option(*flags: str, panel: str, help: str, **limits: Any) -> Any:
@@ -137,6 +138,19 @@ ENGINE_OPTIONS: dict[str, Any] = {
             max=16,
             help="For benchmarks: so many tokens a step count as right, whatever is. Answers mean nothing then.",
         ),
+    ],
+    "grammar_seconds": Annotated[
+        float,
+        _option("--grammar-seconds", panel=_GRAMMARS, min=0.01, help="Processor time in which a grammar must compile."),
+    ],
+    "grammar_memory_mib": Annotated[
+        int, _option("--grammar-memory-mib", panel=_GRAMMARS, min=16, help="Memory that one grammar may take.")
+    ],
+    "grammar_bytes": Annotated[
+        int, _option("--grammar-bytes", panel=_GRAMMARS, min=1, help="Longest text of a grammar or schema.")
+    ],
+    "grammar_depth": Annotated[
+        int, _option("--grammar-depth", panel=_GRAMMARS, min=1, help="Most brackets inside brackets in it.")
     ],
     "seed": Annotated[
         int | None,

@@ -7,6 +7,7 @@ from lowlat.cache.sessions import Session
 from lowlat.engine.batch import PrefillChunk, SlotSampling
 from lowlat.engine.request import GenerateRequest
 from lowlat.engine.score_task import ScoreProgress
+from lowlat.grammars.matcher import GrammarLine
 
 
 class ActiveRequest:
@@ -17,6 +18,7 @@ class ActiveRequest:
         "end",
         "ended",
         "filled",
+        "grammar",
         "in_flight",
         "last_step",
         "launched",
@@ -47,8 +49,10 @@ class ActiveRequest:
         stops: frozenset[int],
         width: int = 1,
         score: ScoreProgress | None = None,
+        grammar: GrammarLine | None = None,
     ) -> None:
         self.request = request
+        self.grammar = grammar
         self.order = order
         """(-priority, arrival number): smaller runs first."""
         self.seed = seed
@@ -92,7 +96,7 @@ class ActiveRequest:
         sampling = self.request.sampling
         speculates = self.width > 1
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-        history = speculates or penalties != (1.0, 0.0, 0.0)
+        history = speculates or self.grammar is not None or penalties != (1.0, 0.0, 0.0)
         return SlotSampling(
             sampling.temperature,
             sampling.top_k,
@@ -108,6 +112,8 @@ class ActiveRequest:
             end=self.end,
             prompt=tuple(self.tokens[: self.prompt_tokens]) if history else (),
             answer=tuple(self.tokens[self.prompt_tokens :]) if history else (),
+            grammar=self.grammar,
+            keep_going=self.grammar is not None and sampling.ignore_eos,
         )
 
     @property

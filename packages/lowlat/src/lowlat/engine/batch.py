@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from lowlat.engine.score_task import ItemRows
+from lowlat.grammars.matcher import GrammarLine
 
 _HEADER = 9
 _CHUNK_WORDS = 8
@@ -72,6 +73,9 @@ class SlotSampling(msgspec.Struct, frozen=True):
     prompt: tuple[int, ...] = ()
     """Tokens before the answer, and `answer`, those of it so far: given only where penalties or guesses need them."""
     answer: tuple[int, ...] = ()
+    grammar: GrammarLine | None = None
+    keep_going: bool = False
+    """An end-of-sequence token must not be chosen while the grammar allows another one."""
 
 
 GREEDY = SlotSampling(0.0, 0, 1.0, 0, -1)

@@ -19,6 +19,7 @@ from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.executor import Executor, ThreadExecutor
+from lowlat.engine.grammar_gate import GrammarGate
 from lowlat.engine.plugin_host import KernelsRefusedError, LowLatencyMode
 from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.ranks import RankGroup, TensorParallelExecutor
@@ -26,6 +27,7 @@ from lowlat.engine.runner import ModelRunner
 from lowlat.engine.scheduler import Scheduler
 from lowlat.engine.setup_error import SetupError as SetupError
 from lowlat.engine.speculation_setup import make_speculation, spec_width
+from lowlat.grammars.pool import GrammarLimits, GrammarPool
 from lowlat.models.base import BuildContext, Model, make_cache, prefill_rules
 from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
 from lowlat.models.registry import build_model
@@ -100,8 +102,18 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
         if group is not None:
             group.close()
         raise
-    core = EngineCore(scheduler, executor, run_ahead=config.run_ahead, low_latency=parts.kernels.low)
+    gate = _grammar_gate(config, checkpoint, parts.facts)
+    core = EngineCore(scheduler, executor, run_ahead=config.run_ahead, low_latency=parts.kernels.low, grammars=gate)
     return core, parts.facts, checkpoint
+
+
+def _grammar_gate(config: EngineConfig, checkpoint: Checkpoint, facts: EngineFacts) -> GrammarGate | None:
+    if config.spec_simulate_acceptance is not None:
+        return None
+    limits = GrammarLimits(
+        config.grammar_seconds, config.grammar_memory_mib, config.grammar_bytes, config.grammar_depth
+    )
+    return GrammarGate(GrammarPool(checkpoint.tokenizer, facts.vocab_size, limits), facts.eos_ids)
 
 
 def build_rank(

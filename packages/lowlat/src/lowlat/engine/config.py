@@ -49,6 +49,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     8, by measured times of steps and measured acceptance."""
     spec_simulate_acceptance: float | None = None
     """For benchmarks: so many tokens a step count as right, whatever is; answers mean nothing then."""
+    grammar_seconds: float = 5.0
+    """Processor time in which a grammar must compile."""
+    grammar_memory_mib: int = 512
+    """Memory that a grammar's process may take."""
+    grammar_bytes: int = 65536
+    """Longest text of a grammar, such as a JSON schema."""
+    grammar_depth: int = 64
+    """Most brackets inside brackets in a grammar."""
     seed: int | None = None
     """Seeds of requests that bring none are drawn from this one; None: from a new one at every start."""
     low_latency: str = "auto"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowlat.engine.executor import Executor
+from lowlat.engine.grammar_gate import GrammarGate
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput
 from lowlat.engine.scheduler import Scheduler
 
@@ -20,20 +21,33 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, run_ahead: int, low_latency: LowLatency | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        run_ahead: int,
+        low_latency: LowLatency | None = None,
+        grammars: GrammarGate | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.run_ahead = run_ahead
         self.low_latency = low_latency
+        self.grammars = grammars
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises `ValueError` when it cannot be taken (see `Scheduler.add`)."""
-        self.scheduler.add(request)
+        """Queue a request. Raises `ValueError` when it cannot be taken (see `Scheduler.add`, `GrammarGate.add`)."""
+        if request.sampling.grammar is None:
+            self.scheduler.add(request)
+        elif self.grammars is None:
+            raise ValueError("grammar: not followed with --spec-simulate-acceptance, whose answers mean nothing")
+        else:
+            self.grammars.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request early; false when it is not live. Its last output comes with the next `turn`."""
-        return self.scheduler.abort(request_id, reason)
+        held = self.grammars is not None and self.grammars.abort(request_id, reason)
+        return held or self.scheduler.abort(request_id, reason)
 
     def end_session(self, session_id: str, salt: str = "") -> bool:
         """Give back what a session pins; false when none of this id and salt is known."""
@@ -42,7 +56,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `turn` has anything to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self.grammars is not None and self.grammars.waiting)
 
     def turn(self, timeout: float | None = None) -> list[RequestOutput]:
         """Launch what can be launched, then wait up to `timeout` seconds for one result and commit it.
@@ -50,6 +64,9 @@ class EngineCore:
         Returns the outputs since the last turn. Raises `ExecutorError`.
         """
         scheduler = self.scheduler
+        outputs: list[RequestOutput] = []
+        if self.grammars is not None and self.grammars.waiting:
+            outputs = self.grammars.turn(not scheduler.has_work, scheduler.add)
         while scheduler.in_flight <= self.run_ahead:
             plan = scheduler.schedule()
             if plan is None:
@@ -60,7 +77,7 @@ class EngineCore:
             result = self.executor.collect(timeout)
             if result is not None:
                 scheduler.commit(result)
-        return scheduler.take_outputs()
+        return outputs + scheduler.take_outputs() if outputs else scheduler.take_outputs()
 
     def stats(self) -> EngineStats:
         """Gauges and counters now."""
@@ -71,5 +88,7 @@ class EngineCore:
         return stats
 
     def close(self) -> None:
-        """End the executor."""
+        """End the executor and grammar processes."""
         self.executor.close()
+        if self.grammars is not None:
+            self.grammars.close()

@@ -35,6 +35,9 @@ class StepResult(msgspec.Struct):
     """Seconds of a step of decodes alone where steps may check guesses, and `plain`: what it would have taken with
     none."""
     plain: float = 0.0
+    over: dict[int, str | None] = {}
+    """By number of a sample in the plan: its answer ends after these tokens, since its grammar is complete (None) or
+    for the reason given."""
 
 
 class ExecutorError(Exception):

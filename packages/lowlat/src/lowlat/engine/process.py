@@ -41,6 +41,7 @@ from lowlat.engine.messages import (  # noqa: E402
     encode,
 )
 from lowlat.engine.request import FinishReason, RequestOutput  # noqa: E402
+from lowlat.grammars.grammar import Grammar  # noqa: E402
 from lowlat.logs import set_up_logging  # noqa: E402
 from lowlat.models.config import UnsupportedModelError  # noqa: E402
 from lowlat.models.loading.errors import CheckpointError  # noqa: E402
@@ -106,10 +107,22 @@ class EngineLoop:
                 self._send(Outputs([refused]))
         elif isinstance(command, Abort):
             self._core.abort(command.id, FinishReason.STOP if command.reason == "stop" else FinishReason.ABORT)
+        elif isinstance(command, Call) and command.name == "grammar":
+            self._ask(command)
         elif isinstance(command, Call):
             self._send(self._call(command))
         elif isinstance(command, Shutdown):
             self._stop = True
+
+    def _ask(self, command: Call) -> None:
+        """Whether a grammar can be followed; answered when that is known, perhaps some steps later."""
+        grammar = msgspec.convert([command.arguments["kind"], command.arguments["text"]], Grammar)
+
+        def answer(error: str | None) -> None:
+            self._send(Reply(command.number, {"error": error}))
+
+        assert self._core.grammars is not None
+        self._core.grammars.ask(grammar, answer)
 
     def _call(self, command: Call) -> Reply:
         if command.name == "end-session":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import Literal
 
 import msgspec
 
 from lowlat.engine.score_task import ScoreTask
+from lowlat.grammars.grammar import Grammar as Grammar
 
 
 class FinishReason(enum.StrEnum):
@@ -17,26 +17,6 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-
-GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
-
-
-class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer must look like. Doors prove that it compiles within their limits before the engine sees it.
-
-    The kinds, and what `text` holds:
-
-    - `json_object`: any JSON object; `text` is empty.
-    - `json_schema`: a JSON schema, as JSON. Properties that it does not name are not allowed unless it says so.
-    - `regex`: a regular expression that the whole answer matches.
-    - `ebnf`: a grammar in GBNF, llama.cpp's form of EBNF, whose first rule is `root`.
-    - `choice`: a JSON list of texts, of which the answer is one.
-    - `structural_tag`: an XGrammar structural tag, as JSON: free text with parts that follow grammars (tool calls).
-    """
-
-    kind: GrammarKind
-    text: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

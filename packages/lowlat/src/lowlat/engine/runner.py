@@ -137,8 +137,9 @@ class ModelRunner:
             return StepResult(plan.step, [])
         bursts, logprobs = self._sample(logits_MV[:rows], slots, guesses)
         for slot, burst in zip(slots, bursts, strict=True):
-            self._tokens[slot] = burst[-1]
-            length = self._lengths[slot] + len(burst) - 1
+            if burst:  # else the answer was over: the scheduler will say so
+                self._tokens[slot] = burst[-1]
+            length = self._lengths[slot] + max(0, len(burst) - 1)
             # Guesses may have ended an answer before a step that was launched ahead: it must not grow beyond its pages.
             self._lengths[slot] = min(length, self._sampling[slot].end - 1) if self._sampling[slot].end else length
         if self._communicator.shard.size > 1:
@@ -147,8 +148,10 @@ class ModelRunner:
         if self.speculation is not None:
             self.speculation.judge(slots, self._sampling, bursts)
         tokens = [token for burst in bursts for token in burst]
-        counts = list(map(len, bursts)) if len(tokens) > len(slots) else None
-        return StepResult(plan.step, tokens, logprobs, scores, counts, sum(map(len, guesses)), labels)
+        rules = enumerate(self._rules[slot] for slot in slots)
+        over = {n: rule.over.error for n, rule in rules if rule is not None and rule.over is not None}
+        counts = list(map(len, bursts)) if over or len(tokens) > len(slots) else None
+        return StepResult(plan.step, tokens, logprobs, scores, counts, sum(map(len, guesses)), labels, over=over)
 
     def _sample(
         self, logits_MV: torch.Tensor, slots: list[int], guesses: list[list[int]]
@@ -190,7 +193,7 @@ class ModelRunner:
     def _update(self, plan: StepPlan) -> None:
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
-            self._rules[slot] = LogitRules.of(sampling)
+            self._rules[slot] = LogitRules.of(sampling, slot)
             if self.speculation is not None:
                 self.speculation.begin(slot, sampling)
             self._in_order[slot] = True

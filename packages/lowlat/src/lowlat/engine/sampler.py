@@ -10,6 +10,7 @@ import torch
 from lowlat.engine.batch import SlotSampling
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.request import TokenLogprobs
+from lowlat.grammars.matcher import AnswerOverError
 
 # Below this a temperature means greedy: dividing by it could overflow, and one token has all the mass anyway.
 MIN_TEMPERATURE = 1e-5
@@ -55,6 +56,8 @@ def sample_bursts(
     one differs from the guess: that token still counts, the rows after it do not. Each token is drawn from the model's
     own distribution with its own random number, so answers are those of one row a step, whatever was guessed.
 
+    Where the grammar of a request lets no token come, its tokens end there, and there may be none.
+
     Returns the tokens of each request, and one entry a token where any request asked for log-probabilities.
     """
     best, tokens_M = logits_MV.max(dim=-1)
@@ -68,7 +71,10 @@ def sample_bursts(
         rule = rules[index] if rules else None
         burst: list[int] = []
         for row in range(first, first + len(guessed) + 1):
-            token = _choose(logits_MV[row], likeliest[row], setting, position + len(burst), rule)
+            try:
+                token = _choose(logits_MV[row], likeliest[row], setting, position + len(burst), rule)
+            except AnswerOverError:  # the rule knows why
+                break
             entries.append(token_logprobs(logits_MV[row], token, setting.logprobs) if setting.logprobs >= 0 else None)
             burst.append(token)
             if row - first < len(guessed) and token != guessed[row - first]:

@@ -21,6 +21,7 @@ from lowlat.engine.batch import PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.executor import StepResult
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from lowlat.engine.score_task import ScoreProgress, check_task
+from lowlat.grammars.matcher import GrammarLine
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -64,8 +65,11 @@ class Scheduler:
 
     # --- what comes in ---------------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises `ValueError` when its id is live or it could never run."""
+    def add(self, request: GenerateRequest, grammar: GrammarLine | None = None) -> None:
+        """Queue a request. Raises `ValueError` when its id is live or it could never run.
+
+        `grammar`: the line to the process of its grammar; it is released when the request is gone.
+        """
         if request.id in self._live:
             raise ValueError(f"request id {request.id!r} is already in use")
         limit = min(self.limits.max_pages * self.cache.page_size, self.cache.pool.total * self.cache.page_size)
@@ -76,8 +80,6 @@ class Scheduler:
                 f"prompt of {len(request.prompt_ids)} tokens with max_tokens {request.sampling.max_tokens}: "
                 f"the prompt must have a token, and both together at most {limit}"
             )
-        if request.sampling.grammar is not None:
-            raise ValueError("grammar: this engine cannot follow grammars yet")
         arrival = next(self._arrivals)
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else (self._seed + arrival + 1) * _SEED_MULTIPLIER
@@ -86,9 +88,11 @@ class Scheduler:
             request,
             (-request.priority, arrival),
             seed & 0xFFFFFFFFFFFFFFFF,
-            stops if sampling.ignore_eos else stops | self.eos_ids,
+            # A whole answer to a grammar ends, whatever else was asked for.
+            stops if sampling.ignore_eos and grammar is None else stops | self.eos_ids,
             self.width,
             score,
+            grammar,
         )
         if request.session_id:
             active.session = self.cache.sessions.join(request.session_id, request.cache_salt, request.session_ttl)
@@ -177,8 +181,8 @@ class Scheduler:
         launch = self._launches.popleft()
         if launch.step != result.step:
             raise ValueError(f"result of step {result.step}, expected {launch.step}")
-        tokens, logprobs, counts = result.tokens, result.logprobs, result.counts
-        sample = 0
+        counts = result.counts
+        sample = first = 0
         scores, labels = iter(result.prompt_logprobs or []), iter(result.label_logprobs or [])
         for active, filled, chunk in launch.chunks:
             active.in_flight -= 1
@@ -187,24 +191,25 @@ class Scheduler:
             if not active.ended:
                 self._take_chunk(active, filled, chunk_scores, label_logprobs)
                 if chunk.sample:
-                    self._take_tokens(active, tokens[sample : sample + 1], logprobs and logprobs[sample : sample + 1])
-            sample += chunk.sample
-        chunk_samples = sample
-        for index, active in enumerate(launch.decodes, start=chunk_samples):
+                    self._take_sample(active, result, sample, first)
+            if chunk.sample:
+                first += counts[sample] if counts else 1
+                sample += 1
+        for active, row in zip(launch.decodes, launch.rows, strict=True):
             active.in_flight -= 1
-            count = counts[index] if counts else 1
-            self._take_row(active, launch.rows[index - chunk_samples], count)
+            count = counts[sample] if counts else 1
+            self._take_row(active, row, count)
             if not active.ended:
-                burst = slice(sample, sample + count)
-                self._take_tokens(active, tokens[burst], logprobs and logprobs[burst])
+                self._take_sample(active, result, sample, first)
                 active.launched = min(active.filled + active.in_flight * active.width, active.end)
-            sample += count
+            first += count
+            sample += 1
         self.stats.step += 1
         self.stats.guessed_tokens += result.guessed
-        self.stats.accepted_tokens += len(tokens) - len(counts) if counts else 0
+        self.stats.accepted_tokens += sum(max(0, count - 1) for count in counts) if counts else 0
         if result.plain:
             self.stats.decode_rows += len(launch.decodes)
-            self.stats.decode_tokens += len(tokens)
+            self.stats.decode_tokens += len(result.tokens)
             self.stats.decode_seconds += result.spent
             self.stats.plain_seconds += result.plain
         if self._ending:
@@ -453,10 +458,10 @@ class Scheduler:
         else:
             self._outputs.append(output)
 
-    def _take_tokens(
-        self, active: ActiveRequest, tokens: list[int], logprobs: list[TokenLogprobs | None] | None
-    ) -> None:
-        """Take in the tokens that one step brought, up to where the answer ends."""
+    def _take_sample(self, active: ActiveRequest, result: StepResult, sample: int, first: int) -> None:
+        """Take in the tokens of one sample of a step, from number `first` on, up to where the answer ends."""
+        end = first + (result.counts[sample] if result.counts else 1)
+        tokens, logprobs = result.tokens[first:end], result.logprobs and result.logprobs[first:end]
         output = RequestOutput(active.request.id, [], None, cached_tokens=active.cached_tokens, queue_s=active.queue_s)
         for token in tokens:
             active.tokens.append(token)
@@ -467,6 +472,9 @@ class Scheduler:
                 output.finish_reason = FinishReason.LENGTH
             if output.finish_reason is not None:
                 break
+        if sample in result.over and output.finish_reason is None:
+            output.error = result.over[sample]
+            output.finish_reason = FinishReason.STOP if output.error is None else FinishReason.ERROR
         # The last token was never an input; those before it were, each at its own row.
         active.filled = len(active.tokens) - 1
         active.launched_samples = len(active.tokens) - active.prompt_tokens + active.in_flight
@@ -487,6 +495,7 @@ class Scheduler:
         if active.lease is None:
             if active.session is not None:
                 self.cache.sessions.leave(active.session, None)
+            self._release_grammar(active)
             return
         self._running.remove(active)
         if active.in_flight:
@@ -513,6 +522,13 @@ class Scheduler:
         active.lease = None
         self._slots.append(active.slot)
         active.slot = -1
+        if active.ended:
+            self._release_grammar(active)
+
+    @staticmethod
+    def _release_grammar(active: ActiveRequest) -> None:
+        if active.grammar is not None:
+            active.grammar.process.users -= 1
 
     def check(self) -> None:
         """Assert that each page and slot has one owner, and that none is free while a launched step may write it."""

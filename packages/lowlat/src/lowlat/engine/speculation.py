@@ -85,7 +85,7 @@ class Speculation:
     def judge(self, slots: Sequence[int], sampling: Sequence[SlotSampling], bursts: Sequence[list[int]]) -> None:
         """Learn from the tokens that a step chose; on rank 0."""
         for slot, burst in zip(slots, bursts, strict=True):
-            if sampling[slot].width > 1:
+            if sampling[slot].width > 1 and burst:
                 proposal = self._proposals.pop(slot, None)
                 if proposal is not None:
                     self._acceptance.judge(slot, proposal.kind, proposal.tokens, burst)

@@ -1,0 +1,126 @@
+"""What a JSON schema may say here. What the compiler would leave out in silence is refused, so answers always fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lowlat.grammars.grammar import GrammarError
+
+_UNSUPPORTED = {
+    "uniqueItems", "contains", "minContains", "maxContains", "not", "dependentRequired", "dependentSchemas",
+    "dependencies", "if", "then", "else", "$dynamicRef", "$recursiveRef", "contentSchema", "additionalItems",
+}  # fmt: skip
+"""Keywords that the compiler ignores."""
+
+_NEUTRAL: tuple[tuple[str, Any], ...] = (("uniqueItems", False), ("minContains", 0))
+
+_ANNOTATIONS = {
+    "$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
+    "readOnly", "writeOnly",
+}  # fmt: skip
+
+_FORMATS = {
+    "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference",
+    "uri-template", "json-pointer", "relative-json-pointer", "uuid",
+}  # fmt: skip
+
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_STRINGS = ("minLength", "maxLength", "pattern", "format")
+_ARRAYS = ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems")
+_NEEDS_TYPE = {
+    **dict.fromkeys(_NUMBERS, ("number", "integer")),
+    **dict.fromkeys(_STRINGS, ("string",)),
+    **dict.fromkeys(_ARRAYS, ("array",)),
+}
+
+_SCHEMAS = ("additionalProperties", "items", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+    "number": (int, float),
+}
+
+
+def check_schema(schema: Any) -> None:
+    """Raises `GrammarError` naming the place of the first keyword that cannot be followed."""
+    open_ends: list[tuple[str, Any]] = [("$", schema)]
+    while open_ends:
+        where, part = open_ends.pop()
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            raise GrammarError(f"{where}: a schema is an object, true or false")
+        _check_keywords(where, part)
+        open_ends.extend(_parts(where, part))
+
+
+def _parts(where: str, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in _SCHEMAS:
+        if key in part:
+            yield f"{where}.{key}", part[key]
+    for key in _LISTS:
+        if isinstance(part.get(key), list):
+            yield from ((f"{where}.{key}[{n}]", item) for n, item in enumerate(part[key]))
+    for key in _MAPS:
+        if isinstance(part.get(key), dict):
+            yield from ((f"{where}.{key}.{name}", item) for name, item in part[key].items())
+
+
+def _check_keywords(where: str, part: dict[str, Any]) -> None:
+    for key in sorted(_UNSUPPORTED & part.keys()):
+        if not any(key == name and part[key] is value for name, value in _NEUTRAL):
+            raise GrammarError(f"{where}.{key}: this keyword cannot be enforced; leave it out of the schema")
+    if "$ref" in part and (beside := sorted(part.keys() - _ANNOTATIONS - {"$ref"})):
+        raise GrammarError(f"{where}.{beside[0]}: keywords beside $ref cannot be enforced; move them into its target")
+    _check_type(where, part)
+    format = part.get("format")
+    if format is not None and format not in _FORMATS:
+        raise GrammarError(f"{where}.format: {format!r} is not known; known: {', '.join(sorted(_FORMATS))}")
+    named = part.get("properties", {})
+    for name in part.get("required", []):
+        if isinstance(named, dict) and name not in named:
+            raise GrammarError(f"{where}.required: {name!r} is not among the properties; describe it there")
+    combined = [key for key in ("anyOf", "oneOf", "allOf", "enum", "const") if key in part]
+    allowed = _ANNOTATIONS | {"discriminator"} | ({"type"} if combined in (["enum"], ["const"]) else set())
+    beside = [*combined, *sorted((part.keys() - set(combined) - allowed) & _ASSERTIONS)]
+    if combined and len(beside) > 1:
+        raise GrammarError(
+            f"{where}: {beside[0]} and {beside[1]} cannot be enforced together; move one into the other's branches"
+        )
+
+
+_OBJECTS = (
+    "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
+    "propertyNames", "unevaluatedProperties",
+)  # fmt: skip
+_ASSERTIONS = {"type", *_NEEDS_TYPE, *_OBJECTS}
+
+
+def _check_type(where: str, part: dict[str, Any]) -> None:
+    given = part.get("type")
+    types = [given] if isinstance(given, str) else given
+    if types is None:
+        for key in part.keys() & _NEEDS_TYPE.keys():
+            raise GrammarError(f"{where}.{key}: needs a type beside it: {' or '.join(_NEEDS_TYPE[key])}")
+        return
+    if not isinstance(types, list):
+        raise GrammarError(f"{where}.type: a name or a list of names")
+    values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
+    for value in values:
+        if not any(_is_a(value, name) for name in types):
+            raise GrammarError(f"{where}: the value {value!r} is not of the type {given!r}")
+
+
+def _is_a(value: Any, name: Any) -> bool:
+    if name == "integer":
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value)
+    if isinstance(value, bool) and name == "number":
+        return False
+    return isinstance(value, _TYPES.get(name, ()))
