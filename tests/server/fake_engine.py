@@ -26,6 +26,8 @@ class Script(msgspec.Struct, kw_only=True):
     burst: int = 1
     """Tokens a step brings for each request."""
     reply: list[int] | None = None
+    answers: list[tuple[str, str]] = []
+    """(words, text): a request whose prompt holds these words is answered with the text; the last words count."""
     eos_id: int = 256
     vocab_size: int = 260
     max_context: int = 128
@@ -43,6 +45,10 @@ class FakeRequest:
         self.request = request
         salt = request.cache_salt
         self.script = msgspec.json.decode(salt, type=Script) if salt.startswith("{") else script
+        if self.script.answers:
+            prompt = bytes(id for id in request.prompt_ids if id < 256).decode("utf-8", "replace")
+            _, text = max(self.script.answers, key=lambda answer: prompt.rfind(answer[0]))
+            self.script = msgspec.structs.replace(self.script, reply=list(text.encode()))
         self.made = 0
         self.queue_s: float | None = None
 

@@ -71,7 +71,12 @@ def answer(form: str, content: str, calls: Sequence[tuple[str, dict]]) -> str:
         messages = ([f"{head}{content}{end}"] if content else []) + texts
         return "<|start|>assistant".join(messages)
     if form.startswith("deepseek_v3") and form != "deepseek_v32":
-        return content + "<｜tool▁calls▁begin｜>" + "\n".join(texts) + "<｜tool▁calls▁end｜>"
+        return (
+            content
+            + "<｜tool▁calls▁begin｜>"
+            + ("\n" if form == "deepseek_v3" else "").join(texts)
+            + "<｜tool▁calls▁end｜>"
+        )
     if form.startswith("deepseek"):
         name = {"deepseek_v32": "function_calls", "deepseek_v4": "tool_calls", "deepseek_v41": " calls"}[form]
         return content + f"\n\n<｜DSML｜{name}>\n" + "\n".join(texts) + f"\n</｜DSML｜{name}>"

@@ -57,6 +57,31 @@ def serve(
         str | None,
         typer.Option("--served-model-name", rich_help_panel=_HTTP, help="Name for clients; default: from --model."),
     ] = None,
+    tool_parser: Annotated[
+        Literal[
+            "auto",
+            "hermes",
+            "llama3",
+            "deepseek_v3",
+            "deepseek_v31",
+            "deepseek_v32",
+            "deepseek_v4",
+            "deepseek_v41",
+            "harmony",
+            "muse",
+        ],
+        typer.Option(
+            "--tool-parser", rich_help_panel=_HTTP, help="How the model writes tool calls; auto: by its template."
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        Literal["auto", "off", "think", "harmony", "muse"],
+        typer.Option(
+            "--reasoning-parser",
+            rich_help_panel=_HTTP,
+            help="How it writes reasoning, which then comes as reasoning_content; off: it stays in the content.",
+        ),
+    ] = "auto",
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -114,7 +139,9 @@ def serve(
 
     def load_text() -> TextModel:
         # Engine and front both open the model; whoever comes first converts it, and says so.
-        return load_text_model(config.model, served_model_name, say)
+        return load_text_model(
+            config.model, served_model_name, say, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+        )
 
     def on_ready(ready: Ready, address: str) -> None:
         progress.close()

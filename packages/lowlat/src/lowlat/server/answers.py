@@ -83,10 +83,24 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionAnswer(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+    """The text of a JSON object."""
+
+
+class ToolCallAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: FunctionAnswer
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -112,9 +126,25 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     timings: Timings
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """A piece of a call: the first has id and name, those after it bring its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

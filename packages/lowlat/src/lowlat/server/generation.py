@@ -15,6 +15,7 @@ from lowlat.server.plan import Plan
 from lowlat.server.prompt_part import PromptPart
 from lowlat.text.output import Delta, OutputAssembler
 from lowlat.text.tokenizer import Tokenizer
+from lowlat.text.tool_calls.parts import joined
 
 
 class Choice:
@@ -53,6 +54,7 @@ class Choice:
             skip_special_tokens=plan.skip_special_tokens,
             text_offset=len(self.prompt.text),
             continues=plan.continues,
+            reader=plan.reading.reader() if plan.reading is not None else None,
         )
         self.begun = False
         """Whether a delta has been made of it."""
@@ -212,4 +214,5 @@ def join_deltas(first: Delta, second: Delta) -> Delta:
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
         logprobs=logprobs,
+        parts=None if second.parts is None else joined([*(first.parts or []), *second.parts]),
     )

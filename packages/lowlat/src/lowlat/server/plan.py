@@ -11,6 +11,7 @@ from lowlat.engine.config import EngineConfig
 from lowlat.engine.request import SamplingParams
 from lowlat.server.errors import ApiError, bad_field
 from lowlat.server.requests import ChatRequest, CompletionRequest, GenerationFields
+from lowlat.text.tool_calls.formats import Reading
 
 GREEDY_BELOW = 1e-4
 """A temperature below this is taken as 0: logits divided by it would leave float32."""
@@ -40,6 +41,8 @@ class Plan(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool
     prompt_logprobs: int | None
     """Alternatives of prompt tokens that the client asked for by themselves; those of an echo follow `logprobs`."""
+    reading: Reading | None = None
+    """How reasoning and tool calls are told from content; None: the text is content as it is."""
 
     def sampling_of(self, prompt: int, choice: int) -> SamplingParams:
         """Parameters of choice number `choice` of a prompt. Choice 0 keeps the request's seed, so `n` does not change

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from lowlat.server.tool_requests import MAX_TOOLS, CallId, PastCall, ToolChoice, Tools
+
 
 def no_op(*values: Any) -> Meta:
     """A field that is not supported: only null and `values`, which ask for nothing, are accepted."""
@@ -32,6 +34,7 @@ RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 CacheSalt = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+TemplateKey = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -116,11 +119,15 @@ class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)] | None = None
+    """Absent only in an assistant's message that has `tool_calls`."""
     name: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    """What the assistant thought; templates that take it show it."""
+    tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: CallId | None = None
     refusal: Annotated[Any, no_op()] = None
-    tool_calls: Annotated[Any, no_op([])] = None
     function_call: Annotated[Any, no_op()] = None
     audio: Annotated[Any, no_op()] = None
 
@@ -133,4 +140,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: Annotated[Any, no_op(False)] = None
-    chat_template_kwargs: Annotated[Any, no_op({})] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[TemplateKey, Any], Meta(max_length=32)] | None = None
+    """Variables for the chat template, such as `enable_thinking`."""

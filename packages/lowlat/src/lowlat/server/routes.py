@@ -8,13 +8,14 @@ from typing import cast
 from starlette.requests import Request
 
 from lowlat.engine.client import EngineUnavailableError, Value
+from lowlat.server.chat_writer import ChatWriter
 from lowlat.server.errors import ApiError, bad_field, unavailable
 from lowlat.server.generation import Generation
 from lowlat.server.plan import Plan
 from lowlat.server.requests import GenerationFields
 from lowlat.server.responses import AnswerResponse
 from lowlat.server.state import ReadyModel, ServerState
-from lowlat.server.writers import ChatWriter, CompletionWriter, collect, stream
+from lowlat.server.writers import CompletionWriter, collect, stream
 
 
 def state_of(request: Request) -> ServerState:

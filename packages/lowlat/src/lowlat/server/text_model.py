@@ -11,9 +11,12 @@ import msgspec
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.models.loading.conversion import Progress
 from lowlat.server.errors import ApiError, bad_field
-from lowlat.server.requests import Message
 from lowlat.text.chat import ChatTemplate, ChatTemplateError
+from lowlat.text.chat_request import Chat, encode_chat
 from lowlat.text.tokenizer import Tokenizer, TokenizerError
+from lowlat.text.tool_calls.default_prompt import without_tools
+from lowlat.text.tool_calls.formats import AnswerFormats, choose_formats
+from lowlat.text.tool_calls.think import OPEN
 
 LONG_TEXT = 16_384
 """Characters from which tokenizing goes to a thread, so that streams go on meanwhile."""
@@ -26,6 +29,8 @@ class TextModel(msgspec.Struct, kw_only=True, frozen=True):
     """What `--model` was given."""
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    formats: AnswerFormats = AnswerFormats()
+    """How the model writes tool calls and reasoning."""
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw text, in a thread if it is long; possibly none."""
@@ -44,11 +49,11 @@ class TextModel(msgspec.Struct, kw_only=True, frozen=True):
             raise bad_field(where, "no token comes out of this text")
         return ids
 
-    async def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a chat with the model's template; with `add_generation_prompt` ready for the assistant's answer.
+    async def encode_chat(self, chat: Chat) -> list[int]:
+        """Ids of a chat with the model's template.
 
         Raises:
-            ApiError: 400; the model has no template, or it refuses the messages.
+            ApiError: 400; the model has no template, it refuses the messages, or it knows no tools.
         """
         template = self.chat_template
         if template is None:
@@ -58,34 +63,48 @@ class TextModel(msgspec.Struct, kw_only=True, frozen=True):
                 param="messages",
                 code="no_chat_template",
             )
-        plain = [_plain(message) for message in messages]
+        if (chat.tools or chat.has_calls) and not template.mentions("tools"):
+            chat = self._in_words(chat)
         try:
-            if sum(len(message["content"]) for message in plain) < LONG_TEXT:
-                ids = template.encode(plain, self.tokenizer, add_generation_prompt)
+            if chat.size < LONG_TEXT:
+                ids = encode_chat(template, chat, self.tokenizer)
             else:
-                ids = await asyncio.to_thread(template.encode, plain, self.tokenizer, add_generation_prompt)
+                ids = await asyncio.to_thread(encode_chat, template, chat, self.tokenizer)
         except ChatTemplateError as error:
             raise bad_field("messages", str(error)) from None
         if not ids:
             raise bad_field("messages", "no token comes out of these messages")
         return ids
 
+    def _in_words(self, chat: Chat) -> Chat:
+        """The same chat for a template that knows no tools."""
+        if self.formats.tools != "hermes":
+            raise bad_field(
+                "tools",
+                "this model's chat template knows no tools, and this server has words of its own for the format "
+                f"'hermes' only, not for {self.formats.tools!r}; start it with --tool-parser hermes",
+                code="tools_unsupported",
+            )
+        return msgspec.structs.replace(chat, messages=without_tools(chat.messages, chat.tools), tools=[])
 
-def _plain(message: Message) -> dict[str, str]:
-    content = message.content
-    if not isinstance(content, str):
-        content = "".join(part.text for part in content)
-    plain = {"role": message.role, "content": content}
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
+    def ends_in_reasoning(self, prompt_ids: list[int]) -> bool:
+        """Whether the template has opened the tag of reasoning at the prompt's end."""
+        return self.tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(OPEN)
 
 
-def load_text_model(model: str, served_name: str | None = None, progress: Progress | None = None) -> TextModel:
+def load_text_model(
+    model: str,
+    served_name: str | None = None,
+    progress: Progress | None = None,
+    *,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
+) -> TextModel:
     """Read tokenizer and chat template of what `--model` names (a GGUF file is converted once, into the cache).
 
     Raises:
         CheckpointError, TokenizerError, ChatTemplateError: files are missing or damaged (all are ValueErrors).
+        ValueError: the two parsers cannot read the same answer.
     """
     checkpoint = open_checkpoint(model, progress=progress)
     tokenizer = checkpoint.tokenizer()
@@ -93,4 +112,11 @@ def load_text_model(model: str, served_name: str | None = None, progress: Progre
         raise TokenizerError(f"the tokenizer of {model} cannot stream text: it is neither byte-level nor SentencePiece")
     # A folder's or file's path is nobody's business but the operator's: clients see its last part.
     name = served_name or (model if os.sep not in model else Path(model).stem or model)
-    return TextModel(name=name, path=model, tokenizer=tokenizer, chat_template=checkpoint.chat(tokenizer))
+    chat_template = checkpoint.chat(tokenizer)
+    formats = choose_formats(
+        None if chat_template is None else chat_template.source,
+        next(iter(checkpoint.config.get("architectures") or []), None),
+        tools=tool_parser,
+        reasoning=reasoning_parser,
+    )
+    return TextModel(name=name, path=model, tokenizer=tokenizer, chat_template=chat_template, formats=formats)

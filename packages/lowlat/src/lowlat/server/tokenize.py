@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -11,11 +11,13 @@ from msgspec import UNSET, Meta, UnsetType
 
 from lowlat.server import plan as plans
 from lowlat.server.bodies import decode_struct, read_body
+from lowlat.server.chat_messages import chat_of
 from lowlat.server.errors import bad_field
 from lowlat.server.replies import json_reply
-from lowlat.server.requests import Message, TokenId
+from lowlat.server.requests import Message, TemplateKey, TokenId
 from lowlat.server.routes import state_of
 from lowlat.server.text_model import LONG_TEXT
+from lowlat.server.tool_requests import Tools, offered_tools
 
 router = APIRouter()
 
@@ -28,6 +30,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)] | None = None
     add_special_tokens: bool | None = None
     """Of a prompt: whether the model's own frame (BOS) is added, as `/v1/completions` does; default true."""
+    tools: Tools | None = None
+    chat_template_kwargs: Annotated[dict[TemplateKey, Any], Meta(max_length=32)] | None = None
     add_generation_prompt: bool | None = None
     """Of messages: whether the answer's beginning follows, as `/v1/chat/completions` does; default true."""
     return_token_strs: bool | None = None
@@ -75,10 +79,13 @@ async def tokenize(request: Request) -> Response:
             raise bad_field("prompt", "send either prompt or messages")
         if body.add_special_tokens is not None:
             raise bad_field("add_special_tokens", "belongs to prompt; the template of a chat writes its own frame")
-        ids = await text.encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt is not False)
+        tools = offered_tools(body.tools, None, None)
+        chat = chat_of(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt is not False)
+        ids = await text.encode_chat(chat)
     elif body.prompt is not None:
-        if body.add_generation_prompt is not None:
-            raise bad_field("add_generation_prompt", "belongs to messages")
+        for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise bad_field(name, "belongs to messages")
         ids = await text.encode(body.prompt, body.add_special_tokens is not False)
     else:
         raise bad_field("prompt", "send prompt or messages", code="missing_field")

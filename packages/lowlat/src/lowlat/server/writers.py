@@ -8,20 +8,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
-from lowlat.server.answers import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    Completion,
-    CompletionChoice,
-    Timings,
-    Usage,
-    chat_logprobs,
-    completion_logprobs,
-)
+from lowlat.server.answers import Completion, CompletionChoice, Timings, Usage, completion_logprobs
 from lowlat.server.generation import Choice, Generation, join_deltas
 from lowlat.server.prompt_part import PromptLogprobs
 from lowlat.server.responses import DONE, event
@@ -37,7 +24,7 @@ NoUsage = msgspec.UnsetType | None
 class Writer(Protocol):
     """How one of the two APIs words an answer."""
 
-    def chunk(self, choice: Choice, delta: Delta, usage: NoUsage, timings: Timings | None) -> bytes: ...
+    def events(self, choice: Choice, delta: Delta, usage: NoUsage, timings: Timings | None) -> bytes: ...
     def usage_chunk(self, usage: Usage, timings: Timings) -> bytes: ...
     def whole(self, answers: list[tuple[Choice, Delta]], usage: Usage, timings: Timings) -> bytes: ...
 
@@ -48,15 +35,15 @@ async def stream(generation: Generation, writer: Writer, include_usage: bool) ->
     left = len(generation.choices)
     async for choice, delta in generation.deltas():
         if not delta.finished:
-            if delta.text or delta.logprobs or (delta.token_ids and generation.plan.return_token_ids):
-                yield event(writer.chunk(choice, delta, no_usage, None))
+            if delta.text or delta.parts or delta.logprobs or (delta.token_ids and generation.plan.return_token_ids):
+                yield writer.events(choice, delta, no_usage, None)
             continue
         left -= 1
         if left:
-            yield event(writer.chunk(choice, delta, no_usage, None))
+            yield writer.events(choice, delta, no_usage, None)
             continue
         timings = generation.timings()
-        last = event(writer.chunk(choice, delta, no_usage, None if include_usage else timings))
+        last = writer.events(choice, delta, no_usage, None if include_usage else timings)
         if include_usage:
             last += event(writer.usage_chunk(generation.usage(), timings))
         yield last + DONE
@@ -72,7 +59,7 @@ async def collect(generation: Generation, writer: Writer) -> AsyncIterator[bytes
     yield writer.whole(ordered, generation.usage(), generation.timings())
 
 
-def _table(choice: Choice) -> PromptLogprobs | msgspec.UnsetType:
+def prompt_table(choice: Choice) -> PromptLogprobs | msgspec.UnsetType:
     table = choice.prompt.table()
     return UNSET if table is None else table
 
@@ -87,15 +74,17 @@ class CompletionWriter:
         self._with_ids = generation.plan.return_token_ids
         self._begun: set[int] = set()
 
-    def chunk(self, choice: Choice, delta: Delta, usage: NoUsage, timings: Timings | None) -> bytes:
-        return _encode(
-            Completion(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=[self._choice(choice, delta)],
-                usage=usage,
-                timings=UNSET if timings is None else timings,
+    def events(self, choice: Choice, delta: Delta, usage: NoUsage, timings: Timings | None) -> bytes:
+        return event(
+            _encode(
+                Completion(
+                    id=self._id,
+                    created=self._created,
+                    model=self._model,
+                    choices=[self._choice(choice, delta)],
+                    usage=usage,
+                    timings=UNSET if timings is None else timings,
+                )
             )
         )
 
@@ -123,69 +112,5 @@ class CompletionWriter:
             stop_reason=delta.stop_reason if delta.finished else UNSET,
             token_ids=delta.token_ids if self._with_ids else UNSET,
             prompt_token_ids=choice.prompt_ids if self._with_ids and first else UNSET,
-            prompt_logprobs=_table(choice) if first else UNSET,
-        )
-
-
-class ChatWriter:
-    """Wording of `/v1/chat/completions`."""
-
-    def __init__(self, generation: Generation, model: str, created: int) -> None:
-        self._id = f"chatcmpl-{generation.public_id}"
-        self._model = model
-        self._created = created
-        self._with_ids = generation.plan.return_token_ids
-        self._begun: set[int] = set()
-
-    def chunk(self, choice: Choice, delta: Delta, usage: NoUsage, timings: Timings | None) -> bytes:
-        first = choice.index not in self._begun
-        self._begun.add(choice.index)
-        return _encode(
-            ChatChunk(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=[
-                    ChatChunkChoice(
-                        index=choice.index,
-                        delta=ChatDelta(
-                            role="assistant" if first else UNSET,
-                            content=delta.text if first or delta.text else UNSET,
-                        ),
-                        logprobs=chat_logprobs(delta.logprobs),
-                        finish_reason=delta.finish_reason,
-                        stop_reason=delta.stop_reason if delta.finished else UNSET,
-                        token_ids=delta.token_ids if self._with_ids else UNSET,
-                        prompt_token_ids=choice.prompt_ids if self._with_ids and first else UNSET,
-                        prompt_logprobs=_table(choice) if first else UNSET,
-                    )
-                ],
-                usage=usage,
-                timings=UNSET if timings is None else timings,
-            )
-        )
-
-    def usage_chunk(self, usage: Usage, timings: Timings) -> bytes:
-        return _encode(
-            ChatChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=usage, timings=timings)
-        )
-
-    def whole(self, answers: list[tuple[Choice, Delta]], usage: Usage, timings: Timings) -> bytes:
-        choices = [
-            ChatChoice(
-                index=choice.index,
-                message=AssistantMessage(content=delta.text),
-                logprobs=chat_logprobs(delta.logprobs),
-                finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason,
-                token_ids=delta.token_ids if self._with_ids else UNSET,
-                prompt_token_ids=choice.prompt_ids if self._with_ids else UNSET,
-                prompt_logprobs=_table(choice),
-            )
-            for choice, delta in answers
-        ]
-        return _encode(
-            ChatCompletion(
-                id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
-            )
+            prompt_logprobs=prompt_table(choice) if first else UNSET,
         )

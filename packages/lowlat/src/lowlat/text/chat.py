@@ -77,6 +77,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template cannot be parsed: {error}") from error
 
+    def mentions(self, variable: str) -> bool:
+        """Whether the template looks at a variable, such as `tools`."""
+        return re.search(rf"\b{variable}\b", self.source) is not None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 
 from lowlat.text.tokenizer import Tokenizer
 
@@ -17,8 +18,17 @@ class StreamingDetokenizer:
     One object serves one request: two requests never share state.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        shown: Iterable[str] = (),
+    ) -> None:
         """`continues`: the text goes on from a prompt, so that a space at its start is kept in every tokenizer.
+
+        `shown`: texts of special tokens that are never left out.
 
         Raises ValueError when the tokenizer's exact bytes are not known.
         """
@@ -26,6 +36,8 @@ class StreamingDetokenizer:
             raise ValueError("this tokenizer cannot stream text: its decoder is neither byte-level nor SentencePiece")
         self._token_bytes = tokenizer.token_bytes
         self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if self._skipped:
+            self._skipped -= {id for text in shown if (id := tokenizer.token_id(text)) is not None}
         self._decoder = _new_utf8_decoder("replace")
         self._strip_next = tokenizer.strips_first_space and not continues
 

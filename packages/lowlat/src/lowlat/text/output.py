@@ -9,8 +9,10 @@ from typing import Protocol
 import msgspec
 
 from lowlat.text.detokenizer import StreamingDetokenizer
+from lowlat.text.read_stops import ReadStops
 from lowlat.text.stops import StopMatch, StopStrings
 from lowlat.text.tokenizer import Tokenizer
+from lowlat.text.tool_calls.parts import Part, Reader
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
@@ -63,6 +65,8 @@ class Delta(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or the stop token's id that ended the answer."""
+    parts: list[Part] | None = None
+    """With a reader: reasoning, content and calls of this burst in order; `text` is the content among them."""
 
 
 class OutputAssembler:
@@ -86,8 +90,11 @@ class OutputAssembler:
         skip_special_tokens: bool = True,
         text_offset: int = 0,
         continues: bool = False,
+        reader: Reader | None = None,
     ) -> None:
-        """`continues`: the answer goes on from a raw prompt (completions), so a space at its start belongs to it.
+        """`reader`: tells reasoning and tool calls from content; control tokens that it looks for reach it.
+
+        `continues`: the answer goes on from a raw prompt (completions), so a space at its start belongs to it.
 
         `text_offset`: characters already sent before the answer (an echoed prompt); token offsets count from it.
 
@@ -95,9 +102,13 @@ class OutputAssembler:
         """
         self._tokenizer = tokenizer
         self._detokenizer = StreamingDetokenizer(
-            tokenizer, skip_special_tokens=skip_special_tokens, continues=continues
+            tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            continues=continues,
+            shown=() if reader is None else reader.markers,
         )
-        self._stops = StopStrings(stop, include_stop=include_stop)
+        self._read = None if reader is None else ReadStops(reader, lambda: StopStrings(stop, include_stop=include_stop))
+        self._stops = self._read or StopStrings(stop, include_stop=include_stop)
         self._min_tokens = min_tokens
         self._logprobs = logprobs
         self._characters = text_offset
@@ -151,12 +162,15 @@ class OutputAssembler:
                 return self._end("".join(pieces), list(token_ids[: n + 1]), entries, "stop", found.stop)
             pieces.append(found)
         if finish_reason is None:
-            return Delta("".join(pieces), list(token_ids), entries, self._count)
+            return Delta("".join(pieces), list(token_ids), entries, self._count, parts=self._parts())
         found = self._stops.push(self._detokenizer.finish(), may_stop=self._count > self._min_tokens)
+        if not isinstance(found, StopMatch):
+            pieces.append(found)
+            found = self._stops.finish()
         if isinstance(found, StopMatch):
             pieces.append(found.text)
             return self._end("".join(pieces), list(token_ids), entries, "stop", found.stop)
-        pieces += [found, self._stops.finish()]
+        pieces.append(found)
         return self._end("".join(pieces), list(token_ids), entries, finish_reason, stop_reason)
 
     def _end(
@@ -168,7 +182,10 @@ class OutputAssembler:
         stop_reason: str | int | None,
     ) -> Delta:
         self.finished = True
-        return Delta(text, token_ids, entries, self._count, True, str(finish_reason), stop_reason)
+        return Delta(text, token_ids, entries, self._count, True, str(finish_reason), stop_reason, self._parts())
+
+    def _parts(self) -> list[Part] | None:
+        return None if self._read is None else self._read.take_parts()
 
     def _entry(self, token_id: int, entry: LogprobEntry) -> TokenLogprob:
         name, data = self._tokenizer.token_text, self._tokenizer.token_bytes

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 
 class StopMatch:
-    """A stop string that matched, and the text before it that may still be sent (with it, if asked)."""
+    """A stop string that matched, and the text before it that may still be sent (with it, if asked).
+
+    `stop` None: the answer is complete for another reason.
+    """
 
     __slots__ = ("stop", "text")
 
-    def __init__(self, stop: str, text: str) -> None:
+    def __init__(self, stop: str | None, text: str) -> None:
         self.stop = stop
         self.text = text
 

@@ -132,6 +132,11 @@ class Tokenizer:
         text = _text_of(token)
         return None if text is None else self._library.token_to_id(text)
 
+    def token_id(self, text: str) -> int | None:
+        """Id of the token that is written so; None when there is none."""
+        found: int | None = self._library.token_to_id(text)
+        return found
+
     def to_json(self) -> str:
         """The tokenizer.json text; `from_json` with the same `bos_id` and `eos_ids` gives an equal tokenizer."""
         text: str = self._library.to_str()

@@ -77,6 +77,18 @@ class AnswerFormats(msgspec.Struct, frozen=True):
         return ThinkReader(inner, opened=opened) if self.reasoning == "think" else inner
 
 
+class Reading(msgspec.Struct, frozen=True):
+    """How the answers of one request are to be read."""
+
+    formats: AnswerFormats
+    names: tuple[str, ...] = ()
+    only_one: bool = False
+    opened: bool = False
+
+    def reader(self) -> Reader | None:
+        return self.formats.reader(self.names, only_one=self.only_one, opened=self.opened)
+
+
 def choose_formats(
     template: str | None, architecture: str | None = None, *, tools: str = "auto", reasoning: str = "auto"
 ) -> AnswerFormats:
