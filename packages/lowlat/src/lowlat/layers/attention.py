@@ -71,7 +71,7 @@ def _decode_group(
     shape = (requests, longest, *keys_SKD.shape[1:])
     keys_BKLD = keys_SKD.index_select(0, group.slots.view(-1)).view(shape).transpose(1, 2)
     values_BKLD = values_SKD.index_select(0, group.slots.view(-1)).view(shape).transpose(1, 2)
-    return _attend(q_BKGD, keys_BKLD, values_BKLD, group.mask, rule)
+    return masked_attention(q_BKGD, keys_BKLD, values_BKLD, group.mask, rule)
 
 
 def _segment(
@@ -114,11 +114,11 @@ def _grouped(
     groups = heads // kv_heads
     q_1KXD = q_TND.view(tokens, kv_heads, groups, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
     mask = None if mask_TL is None else mask_TL.repeat(groups, 1)
-    out_1KXD = _attend(q_1KXD, keys_1KLD, values_1KLD, mask, rule)
+    out_1KXD = masked_attention(q_1KXD, keys_1KLD, values_1KLD, mask, rule)
     return out_1KXD.view(kv_heads, groups, tokens, head_dim).permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
 
 
-def _attend(
+def masked_attention(
     q_BKXD: torch.Tensor,
     keys_BKLD: torch.Tensor,
     values_BKLD: torch.Tensor,

@@ -25,6 +25,11 @@ class Rope:
         sin_PD[:, : head_dim // 2].neg_()
         self._sin_PD = sin_PD.to(device)
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines of every position, each [P, D] float32."""
+        return self._cos_PD, self._sin_PD
+
     def rows(self, positions_R: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and signed sines for rows at `positions_R`, each [R, 1, D], once a step for all layers."""
         cos_R1D = self._cos_PD.index_select(0, positions_R).unsqueeze(1).to(dtype)

@@ -1,0 +1,116 @@
+"""The operations of a decoder layer in plain PyTorch, without a read of device data.
+
+Kernels are compared with these, and they run where there are no kernels.
+
+Legend of shape suffixes: see `device_step`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lowlat.layers.activation import GATED
+from lowlat.layers.attention import AttentionRule, masked_attention
+from lowlat.layers.device_step import DeviceStep, PagedSegments
+from lowlat.layers.norm import rms_norm
+from lowlat.layers.rope import rotate
+
+
+class ReferenceOps:
+    """`DeviceOps` in plain PyTorch."""
+
+    def norm(self, x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm."""
+        return rms_norm(x_RH, weight_H, eps)
+
+    def add_norm(
+        self, x_RH: torch.Tensor, residual_RH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add to the residual stream in place, and RMSNorm."""
+        residual_RH += x_RH
+        return rms_norm(residual_RH, weight_H, eps)
+
+    def gate(self, gate_up_RI: torch.Tensor, activation: str) -> torch.Tensor:
+        """Gated activation."""
+        gate_RI, up_RI = gate_up_RI.chunk(2, dim=-1)
+        return GATED[activation](gate_RI, up_RI)
+
+    def rope_write(
+        self,
+        qkv_RYD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    ) -> torch.Tensor:
+        """Norm, rotation, and the write of keys and values."""
+        kv_heads = keys_SKD.shape[1]
+        rotated = qkv_RYD.shape[1] - kv_heads
+        queries = rotated - kv_heads
+        q_RND, k_RKD = qkv_RYD[:, :queries], qkv_RYD[:, queries:rotated]
+        if norms is not None:
+            query_D, key_D, eps = norms
+            q_RND, k_RKD = rms_norm(q_RND, query_D, eps), rms_norm(k_RKD, key_D, eps)
+        cos_R1D, sin_R1D = (table.index_select(0, step.positions_R).unsqueeze(1).to(qkv_RYD.dtype) for table in tables)
+        keys_SKD.index_copy_(0, step.write_slots_R, rotate(k_RKD, cos_R1D, sin_R1D))
+        values_SKD.index_copy_(0, step.write_slots_R, qkv_RYD[:, rotated:])
+        return rotate(q_RND, cos_R1D, sin_R1D)
+
+    def attend(
+        self,
+        q_RND: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        segments: list[PagedSegments],
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """Attention over gathered keys and values, as long as the longest request of a batch may be."""
+        out_RND = torch.zeros_like(q_RND)
+        for batch in segments:
+            _attend(q_RND, keys_SKD, values_SKD, batch, rule, out_RND)
+        return out_RND.flatten(1)
+
+
+def _attend(
+    q_RND: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    batch: PagedSegments,
+    rule: AttentionRule,
+    out_RND: torch.Tensor,
+) -> None:
+    """Segments of one size at most: [B, T] rows and [B, L] tokens, masked where a segment has fewer."""
+    rows, heads, dim = q_RND.shape
+    kv_heads = keys_SKD.shape[1]
+    device = q_RND.device
+    row_BT = batch.first_B[:, None] + torch.arange(batch.most_rows, device=device)
+    real_BT = torch.arange(batch.most_rows, device=device) < batch.rows_B[:, None]
+    row_BT = torch.where(real_BT, row_BT, rows)
+    position_BT = (batch.lengths_B - batch.rows_B)[:, None] + torch.arange(batch.most_rows, device=device)
+    token_L = torch.arange(batch.longest, device=device)
+    pages_BL = batch.table_TP[batch.slots_B.long()][:, token_L // batch.page_size].long()
+    seen_BTL = real_BT[:, :, None] & (token_L <= position_BT[:, :, None])
+    if rule.window:
+        seen_BTL &= token_L > position_BT[:, :, None] - rule.window
+    slots_BL = torch.where(seen_BTL.any(1), pages_BL * batch.page_size + token_L % batch.page_size, 0)
+    # What no row of a segment sees may be anything, even NaN, which a weight of zero would not hide.
+    hidden_BL11 = ~seen_BTL.any(1)[:, :, None, None]
+    keys_BKLD = keys_SKD[slots_BL].masked_fill(hidden_BL11, 0).transpose(1, 2)
+    values_BKLD = values_SKD[slots_BL].masked_fill(hidden_BL11, 0).transpose(1, 2)
+    q_BTND = torch.cat([q_RND, q_RND.new_zeros(1, heads, dim)])[row_BT]
+    q_BKXD = q_BTND.view(*row_BT.shape, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    # Rows that see nothing look at token 0, whose keys are zeros for them, and are zeroed in the end.
+    blind_BT = ~seen_BTL.any(-1)
+    allowed_BTL = seen_BTL | (blind_BT[:, :, None] & (token_L == 0))
+    mask_BTL = torch.zeros(allowed_BTL.shape, dtype=q_RND.dtype, device=device).masked_fill_(
+        ~allowed_BTL, float("-inf")
+    )
+    mask_B1XL = mask_BTL[:, None].repeat(1, 1, heads // kv_heads, 1)
+    out_BKXD = masked_attention(q_BKXD, keys_BKLD, values_BKLD, mask_B1XL, rule)
+    out_BTND = out_BKXD.view(len(row_BT), kv_heads, -1, batch.most_rows, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out_BTND = out_BTND.masked_fill(blind_BT[:, :, None, None], 0)
+    # Rows beyond a segment's own all go to a row that is cut off.
+    wide_RND = torch.cat([out_RND, out_RND.new_zeros(1, heads, dim)])
+    wide_RND.index_copy_(0, row_BT.flatten().long(), out_BTND.flatten(0, 1))
+    out_RND.copy_(wide_RND[:rows])

@@ -1,0 +1,93 @@
+"""What a model sees of a step whose state lives on the device: nothing in it has to be read by the host.
+
+Legend of shape suffixes: R rows, B segments of a batch, T rows of the page table, P pages of a row, N query heads,
+D head dimension, H hidden, I intermediate, Y heads of a packed projection (queries, keys, values), S KV slots,
+K key-value heads.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import torch
+
+from lowlat.layers.attention import AttentionRule
+
+
+class PagedSegments(msgspec.Struct):
+    """Runs of neighbouring rows, each the last rows of one request, and where the request's pages are listed.
+
+    Token `t` of segment `b` lies in slot `table_TP[slots_B[b], t // page_size] * page_size + t % page_size`.
+    """
+
+    table_TP: torch.Tensor
+    """int32: pages of every batch slot; entries beyond a request's own are never read."""
+    page_size: int
+    slots_B: torch.Tensor
+    """int32: rows of the table."""
+    first_B: torch.Tensor
+    """int32: first row of each segment among the rows of the step."""
+    rows_B: torch.Tensor
+    """int32: rows of each segment."""
+    lengths_B: torch.Tensor
+    """int32: tokens of the request after the step; 0: a segment of padding, whose rows see nothing and give zeros."""
+    most_rows: int
+    """Rows that no segment exceeds."""
+    longest: int
+    """Tokens that no segment exceeds."""
+
+
+class DeviceStep(msgspec.Struct):
+    """One step. Rows that belong to no segment's request are padding: their slots are those of the padding page."""
+
+    tokens_R: torch.Tensor
+    """int64."""
+    positions_R: torch.Tensor
+    """int64."""
+    write_slots_R: torch.Tensor
+    """int64: KV slots of the rows' own tokens."""
+    segments: list[PagedSegments]
+    """Together they cover every row once."""
+    sample_rows: torch.Tensor | None
+    """int64: rows whose logits are wanted, in this order; None: all rows in order."""
+
+
+class DeviceOps(Protocol):
+    """The operations of a decoder layer that are not products: fused on a GPU, plain PyTorch elsewhere.
+
+    None reads device data on the host, so all may be captured in a graph.
+    """
+
+    def norm(self, x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm, [R, H]."""
+
+    def add_norm(
+        self, x_RH: torch.Tensor, residual_RH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add `x_RH` to `residual_RH` in place, and RMSNorm of the sum, [R, H]."""
+
+    def gate(self, gate_up_RI: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(first half) times second half of the columns; `activation` as `GATED` names it."""
+
+    def rope_write(
+        self,
+        qkv_RYD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    ) -> torch.Tensor:
+        """Norm (where given: query weight [D], key weight [D], eps) and rotate queries and keys, write keys and values
+        to the rows' slots; returns the queries, [R, N, D]. `tables`: cosines and signed sines, [positions, D]."""
+
+    def attend(
+        self,
+        q_RND: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        segments: list[PagedSegments],
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """Causal attention of every row over its own request's tokens up to itself, [R, N * D]; padding gives zeros."""

@@ -1,0 +1,45 @@
+"""Gated activations over packed gate and up columns.
+
+Legend of shape suffixes: R rows, I intermediate (2I packed columns).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Elements of one program.
+_BLOCK = 1024
+
+KINDS = {"silu": 0, "gelu_pytorch_tanh": 1}
+"""Activations that the kernel knows, by the name that config.json uses."""
+
+
+@triton.jit
+def gate_kernel(packed_ptr, out_ptr, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < width
+    gate = tl.load(packed_ptr + row * 2 * width + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(packed_ptr + row * 2 * width + width + place, mask=inside, other=0.0)
+    if KIND == 0:
+        active = gate / (1.0 + tl.exp(-gate))
+    else:
+        # gelu's tanh form, with tanh(z) = 1 - 2 / (exp(2z) + 1).
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
+    # Rounded before the product, as it is when the activation stands alone.
+    rounded = active.to(up.dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + place, (rounded * up.to(tl.float32)).to(up.dtype), mask=inside)
+
+
+def gated(gate_up_RI: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up, [R, I], of contiguous [R, 2I] with the gates first. `KeyError` for an unknown name."""
+    rows, both = gate_up_RI.shape
+    width = both // 2
+    assert gate_up_RI.is_contiguous()
+    out_RI = gate_up_RI.new_empty(rows, width)
+    grid = (rows, triton.cdiv(width, _BLOCK))
+    gate_kernel[grid](gate_up_RI, out_RI, width, KIND=KINDS[activation], BLOCK=_BLOCK, num_warps=4)
+    return out_RI

@@ -1,0 +1,260 @@
+"""Causal attention over paged keys and values: decode and prefill over cached prefixes, by one kernel and a combine.
+
+Work is cut into items: (segment, block of query rows, split of the tokens seen, key-value head). How many splits a
+segment has follows from its own rows and length alone, so a row's result does not depend on its neighbours. Lengths are
+device data, the grid is fixed, and each program finds its items itself: one capture in a graph serves every length.
+
+Items of a segment with one split write the result; the others write partial results with the logarithm of their sum,
+which `combine_kernel` joins in the order of splits: no atomics, the same bits every time.
+
+Legend of shape suffixes: R rows, N query heads, K key-value heads, G = N / K, D head dimension, S KV slots, B segments.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+import triton
+import triton.language as tl
+
+from lowlat.layers.attention import AttentionRule
+from lowlat.layers.device_step import PagedSegments
+
+# Fewest tokens of a split: below this, more programs cost more than they read.
+MIN_CHUNK = 64
+# Most splits of a segment: what the combine kernel holds at once.
+MAX_SPLITS = 64
+
+
+@triton.jit
+def _splits(
+    rows, length, WINDOW: tl.constexpr, MOST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_L: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Query blocks, first token seen, tokens of a split, splits; for one segment, or for a vector of them."""
+    blocks = tl.cdiv(rows, BLOCK_Q)
+    if WINDOW > 0:
+        begin = tl.maximum(length - rows - WINDOW + 1, 0)
+    else:
+        begin = length * 0
+    span = length - begin
+    share = tl.maximum(MOST // tl.maximum(blocks, 1), 1)
+    chunk = tl.maximum(tl.cdiv(span, share * BLOCK_L) * BLOCK_L, MIN_CHUNK)
+    splits = tl.maximum(tl.cdiv(span, chunk), 1)
+    return blocks, begin, chunk, splits
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
+    partial_ptr, sums_ptr, segments, table_stride, scale, WINDOW: tl.constexpr, MOST: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A program takes items `program_id`, `program_id` + programs, ...; `scale` includes log2(e).
+
+    `BLOCK_M` rows of scores are `BLOCK_Q` query rows times `GROUP` heads, and what fills the power of two.
+    """
+    every = tl.arange(0, BLOCK_B)
+    real = every < segments
+    rows_B = tl.load(rows_ptr + every, mask=real, other=0)
+    length_B = tl.load(lengths_ptr + every, mask=real, other=0)
+    blocks_B, _begin_B, _chunk_B, splits_B = _splits(rows_B, length_B, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
+    items_B = blocks_B * splits_B
+    ends_B = tl.cumsum(items_B, axis=0)
+    total = tl.sum(items_B, axis=0) * KV_HEADS
+
+    place_m = tl.arange(0, BLOCK_M)
+    token_m = place_m // GROUP
+    place_d = tl.arange(0, BLOCK_D)
+    place_l = tl.arange(0, BLOCK_L)
+    dim_ok = place_d < DIM
+
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        kv_head = item % KV_HEADS
+        work = item // KV_HEADS
+        segment = tl.sum((ends_B <= work).to(tl.int32), axis=0)
+        local = work - tl.sum(tl.where(ends_B <= work, items_B, 0), axis=0)
+        rows = tl.load(rows_ptr + segment)
+        length = tl.load(lengths_ptr + segment)
+        first = tl.load(first_ptr + segment)
+        slot = tl.load(slots_ptr + segment).to(tl.int64)
+        _blocks, begin, chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
+        block = local // splits
+        split = local % splits
+
+        row_m = block * BLOCK_Q + token_m
+        row_ok = (token_m < BLOCK_Q) & (row_m < rows)
+        position_m = length - rows + row_m
+        head_m = kv_head * GROUP + place_m % GROUP
+        offset_m = ((first + row_m).to(tl.int64) * (KV_HEADS * GROUP) + head_m) * DIM
+        tile = row_ok[:, None] & dim_ok[None, :]
+        q = tl.load(q_ptr + offset_m[:, None] + place_d[None, :], mask=tile, other=0.0)
+
+        low = begin + split * chunk
+        high = tl.minimum(low + chunk, length - rows + tl.minimum((block + 1) * BLOCK_Q, rows))
+        if WINDOW > 0:
+            # A later block of rows does not see the tokens that left the window before it.
+            low = tl.maximum(low, length - rows + block * BLOCK_Q - WINDOW + 1)
+        best_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        sum_m = tl.zeros([BLOCK_M], tl.float32)
+        mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(low, high, BLOCK_L):
+            seen_l = start + place_l
+            seen_ok = seen_l < high
+            page_l = tl.load(table_ptr + slot * table_stride + seen_l // PAGE, mask=seen_ok, other=0).to(tl.int64)
+            offset_l = ((page_l * PAGE + seen_l % PAGE) * KV_HEADS + kv_head) * DIM
+            key_ok = dim_ok[:, None] & seen_ok[None, :]
+            keys = tl.load(keys_ptr + offset_l[None, :] + place_d[:, None], mask=key_ok, other=0.0)
+            scores = tl.dot(q, keys, input_precision="ieee") * scale
+            visible = seen_ok[None, :] & (seen_l[None, :] <= position_m[:, None])
+            if WINDOW > 0:
+                visible = visible & (seen_l[None, :] > position_m[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+            next_m = tl.maximum(best_m, tl.max(scores, axis=1))
+            # A row that has seen nothing yet must not subtract infinities.
+            base_m = tl.where(next_m == float("-inf"), 0.0, next_m)
+            weights = tl.exp2(scores - base_m[:, None])
+            fade_m = tl.exp2(best_m - base_m)
+            sum_m = sum_m * fade_m + tl.sum(weights, axis=1)
+            value_ok = seen_ok[:, None] & dim_ok[None, :]
+            values = tl.load(values_ptr + offset_l[:, None] + place_d[None, :], mask=value_ok, other=0.0)
+            mixed = tl.dot(weights.to(values.dtype), values, mixed * fade_m[:, None], input_precision="ieee")
+            best_m = next_m
+
+        if splits == 1:
+            if SINKS:
+                sink_m = tl.load(sinks_ptr + head_m, mask=row_ok, other=0.0).to(tl.float32) * 1.4426950408889634
+                base_m = tl.maximum(best_m, sink_m)
+                mixed = mixed * tl.exp2(best_m - base_m)[:, None]
+                sum_m = sum_m * tl.exp2(best_m - base_m) + tl.exp2(sink_m - base_m)
+            result = mixed / tl.where(sum_m == 0.0, 1.0, sum_m)[:, None]
+            tl.store(out_ptr + offset_m[:, None] + place_d[None, :], result.to(q.dtype), mask=tile)
+        else:
+            part = ((segment * MOST + local) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + place_m
+            part_ok = (place_m < BLOCK_Q * GROUP)[:, None] & dim_ok[None, :]
+            tl.store(partial_ptr + part[:, None] * DIM + place_d[None, :], mixed, mask=part_ok)
+            tl.store(sums_ptr + part * 2, best_m, mask=place_m < BLOCK_Q * GROUP)
+            tl.store(sums_ptr + part * 2 + 1, sum_m, mask=place_m < BLOCK_Q * GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr, sums_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
+    WINDOW: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of one row, of those whose tokens were split."""
+    segment = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    rows = tl.load(rows_ptr + segment)
+    length = tl.load(lengths_ptr + segment)
+    _blocks, _begin, _chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
+    if (row < rows) & (splits > 1):
+        kv_head = head // GROUP
+        local = row // BLOCK_Q * splits
+        place_s = tl.arange(0, BLOCK_S)
+        place_d = tl.arange(0, BLOCK_D)
+        split_ok = place_s < splits
+        part_s = ((segment * MOST + local + place_s) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M
+        part_s += row % BLOCK_Q * GROUP + head % GROUP
+        best_s = tl.load(sums_ptr + part_s * 2, mask=split_ok, other=float("-inf"))
+        sum_s = tl.load(sums_ptr + part_s * 2 + 1, mask=split_ok, other=0.0)
+        base = tl.max(best_s, axis=0)
+        if SINKS:
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+            base = tl.maximum(base, sink)
+        fade_s = tl.exp2(best_s - base)
+        total = tl.sum(sum_s * fade_s, axis=0)
+        if SINKS:
+            total += tl.exp2(sink - base)
+        tile = split_ok[:, None] & (place_d < DIM)[None, :]
+        mixed = tl.load(partial_ptr + part_s[:, None] * DIM + place_d[None, :], mask=tile, other=0.0)
+        result = tl.sum(mixed * fade_s[:, None], axis=0) / total
+        offset = ((tl.load(first_ptr + segment) + row).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
+        tl.store(out_ptr + offset + place_d, result.to(out_ptr.dtype.element_ty), mask=place_d < DIM)
+
+
+class AttentionShape(msgspec.Struct, frozen=True):
+    """Sizes of a launch that are fixed when its kernel is compiled."""
+
+    block_q: int
+    """Query rows of an item."""
+    block_m: int
+    """Rows of scores: query rows times heads of a group, as a power of two, at least 16."""
+    block_l: int
+    """Tokens that an item looks at in one turn."""
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, group: int, most_rows: int, dim: int, element_bytes: int, *, lanes: int = 32) -> AttentionShape:
+        """For segments of up to `most_rows` rows whose key-value heads serve `group` query heads each, on a device with
+        warps of `lanes`. Larger tiles than these spill registers (tests/kernels/test_kernels_compile.py)."""
+        small = element_bytes > 2
+        if most_rows == 1:
+            return cls(1, max(16, triton.next_power_of_2(group)), 32 if small else 64, 4, 2 if small else 3)
+        largest = 16 if small else 128 if dim <= 128 and lanes == 32 else 64
+        block_m = max(largest, triton.next_power_of_2(group))
+        block_q = max(1, block_m // group)
+        while block_m > 16 and block_q // 2 >= most_rows and block_m // 2 >= group:
+            block_m //= 2
+            block_q = block_m // group
+        return cls(block_q, block_m, 32 if small or dim > 128 else 64, 8 if block_m > 64 or dim > 128 else 4, 2)
+
+
+def attend(
+    q_RND: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    segments: PagedSegments,
+    rule: AttentionRule,
+    out_RND: torch.Tensor,
+    *,
+    programs: int,
+) -> None:
+    """softmax(q k^T scale) v of the segments' rows, written to `out_RND`; other rows stay as they are.
+
+    `programs`: programs that fill the device, and about as many splits as a lone segment gets. All tensors contiguous;
+    `out_RND` has the type of `q_RND`, float32 or bfloat16. Softmax and sums are float32 (Milakov and Gimelshein 2018).
+    """
+    _, heads, dim = q_RND.shape
+    kv_heads = keys_SKD.shape[1]
+    group = heads // kv_heads
+    count = len(segments.slots_B)
+    assert q_RND.is_contiguous()
+    assert out_RND.is_contiguous()
+    assert keys_SKD.is_contiguous()
+    assert values_SKD.is_contiguous()
+    shape = AttentionShape.of(group, segments.most_rows, dim, q_RND.element_size())
+    most = min(MAX_SPLITS, max(1, -(-programs // kv_heads)))
+    blocks = -(-segments.most_rows // shape.block_q)
+    parts = count * most * kv_heads * shape.block_m
+    partial = torch.empty(parts * dim, dtype=torch.float32, device=q_RND.device)
+    sums = torch.empty(parts * 2, dtype=torch.float32, device=q_RND.device)
+    scale = (1 / math.sqrt(dim) if rule.scale is None else rule.scale) * math.log2(math.e)
+    sinks = q_RND if rule.sinks_N is None else rule.sinks_N
+    block_d = max(16, triton.next_power_of_2(dim))
+    common = {
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "SINKS": rule.sinks_N is not None, "BLOCK_Q": shape.block_q,
+        "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": block_d, "MIN_CHUNK": MIN_CHUNK,
+        "WINDOW": rule.window, "MOST": most,
+    }  # fmt: skip
+    where = (segments.first_B, segments.rows_B, segments.lengths_B)
+    attend_kernel[(min(programs, count * max(most, blocks) * kv_heads),)](
+        q_RND, keys_SKD, values_SKD, segments.table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums,
+        count, segments.table_TP.stride(0), scale, **common, PAGE=segments.page_size,
+        BLOCK_B=triton.next_power_of_2(count), num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    if most > 1:
+        # A segment is split only where its blocks are half of the splits or fewer.
+        rows = min(segments.most_rows, most // 2 * shape.block_q)
+        combine_kernel[(count, heads, rows)](
+            partial, sums, *where, sinks, out_RND, **common, BLOCK_S=triton.next_power_of_2(most), num_warps=4
+        )

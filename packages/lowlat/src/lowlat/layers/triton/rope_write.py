@@ -1,0 +1,73 @@
+"""QK-norm, rotary positions, and the write of keys and values to their slots, in one pass over a packed projection.
+
+Legend of shape suffixes: R rows, N query heads, K key-value heads, Y = N + 2K heads of the packed projection, D head
+dimension, S KV slots, P positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv_ptr, q_ptr, keys_ptr, values_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, eps,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    place = tl.arange(0, BLOCK_D)
+    inside = place < DIM
+    source = qkv_ptr + (row * (QUERY_HEADS + 2 * KV_HEADS) + head) * DIM
+    x = tl.load(source + place, mask=inside, other=0.0)
+    if head >= QUERY_HEADS + KV_HEADS:
+        slot = tl.load(slots_ptr + row)
+        tl.store(values_ptr + (slot * KV_HEADS + head - QUERY_HEADS - KV_HEADS) * DIM + place, x, mask=inside)
+    else:
+        # The other half of the head, which the rotation mixes in.
+        other = (place + DIM // 2) % DIM
+        wide = x.to(tl.float32)
+        swapped = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            norm_ptr = query_norm_ptr if head < QUERY_HEADS else key_norm_ptr
+            inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + eps)
+            wide = wide * inverse * tl.load(norm_ptr + place, mask=inside, other=0.0).to(tl.float32)
+            swapped = swapped * inverse * tl.load(norm_ptr + other, mask=inside, other=0.0).to(tl.float32)
+        position = tl.load(positions_ptr + row)
+        cos = tl.load(cos_ptr + position * DIM + place, mask=inside, other=0.0)
+        sin = tl.load(sin_ptr + position * DIM + place, mask=inside, other=0.0)
+        turned = (wide * cos + swapped * sin).to(x.dtype)
+        if head < QUERY_HEADS:
+            tl.store(q_ptr + (row * QUERY_HEADS + head) * DIM + place, turned, mask=inside)
+        else:
+            slot = tl.load(slots_ptr + row)
+            tl.store(keys_ptr + (slot * KV_HEADS + head - QUERY_HEADS) * DIM + place, turned, mask=inside)
+
+
+def rope_write(
+    qkv_RYD: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    positions_R: torch.Tensor,
+    write_slots_R: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+) -> torch.Tensor:
+    """As `DeviceOps.rope_write`; positions and slots are int64, the tables float32, everything contiguous."""
+    rows, heads, dim = qkv_RYD.shape
+    kv_heads = keys_SKD.shape[1]
+    query_heads = heads - 2 * kv_heads
+    assert qkv_RYD.is_contiguous()
+    assert keys_SKD.is_contiguous()
+    assert values_SKD.is_contiguous()
+    q_RND = qkv_RYD.new_empty(rows, query_heads, dim)
+    query_norm_D, key_norm_D, eps = norms if norms is not None else (q_RND, q_RND, 0.0)
+    block = triton.next_power_of_2(dim)
+    rope_write_kernel[(rows, heads)](
+        qkv_RYD, q_RND, keys_SKD, values_SKD, positions_R, write_slots_R, *tables, query_norm_D, key_norm_D, eps,
+        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, DIM=dim, NORM=norms is not None, BLOCK_D=block, num_warps=1,
+    )  # fmt: skip
+    return q_RND

@@ -1,0 +1,137 @@
+"""Checks of the Triton kernels under Triton's interpreter, in float32.
+
+test_kernels_interpreted.py runs them in a process of their own, since a process either interprets or compiles.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_cases import PagedCase, by_hand
+
+from lowlat.layers.device_reference import ReferenceOps
+from lowlat.layers.device_step import DeviceStep
+from lowlat.layers.rope import Rope
+from lowlat.layers.triton import attention
+from lowlat.layers.triton.activation import gated
+from lowlat.layers.triton.norm import add_rms_norm, rms_norm
+from lowlat.layers.triton.rope_write import rope_write
+
+REFERENCE = ReferenceOps()
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert not actual.isnan().any()
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 48), (13, 300)])
+def test_norms(rows, width):
+    x, residual, weight = torch.randn(rows, width), torch.randn(rows, width) * 3, torch.randn(width)
+    close(rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (width,), weight.double(), 1e-5))
+    total = x + residual
+    close(add_rms_norm(x, residual, weight, 1e-5), F.rms_norm(total.double(), (width,), weight.double(), 1e-5))
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize(("rows", "width", "kind"), [(1, 5, "silu"), (3, 1027, "silu"), (2, 70, "gelu_pytorch_tanh")])
+def test_gated_activation(rows, width, kind):
+    packed = torch.randn(rows, 2 * width) * 4
+    close(gated(packed, kind), REFERENCE.gate(packed.double(), kind))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rows"), [(4, 2, 8, 5), (3, 1, 24, 1)])
+def test_rope_and_write(heads, kv_heads, dim, rows, norms):
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim)
+    rope = Rope(dim, 10000.0, 64, None, torch.device("cpu"))
+    slots = torch.randperm(16)[:rows]
+    step = DeviceStep(torch.zeros(rows), torch.randint(0, 64, (rows,)), slots, [], None)
+    given = (torch.randn(dim), torch.randn(dim), 1e-6) if norms else None
+    pools = [torch.full((16, kv_heads, dim), float("nan")) for _ in range(4)]
+    queries = rope_write(qkv, pools[0], pools[1], step.positions_R, slots, rope.tables, given)
+    close(queries, REFERENCE.rope_write(qkv, pools[2], pools[3], step, rope.tables, given))
+    for mine, theirs in ((pools[0], pools[2]), (pools[1], pools[3])):
+        close(mine[slots], theirs[slots])
+        others = torch.ones(16, dtype=torch.bool).index_fill_(0, slots, False)
+        assert mine[others].isnan().all(), "a slot of nobody's was written"
+
+
+CASES = [
+    # lengths, rows, heads, kv heads, dim, page size, window, sinks
+    ([1], [1], 2, 1, 16, 1, 0, False),
+    ([331], [1], 4, 2, 16, 7, 0, False),
+    ([5, 0, 260, 129], [1, 1, 1, 1], 4, 2, 8, 16, 0, True),
+    ([300, 17], [1, 1], 3, 1, 24, 4, 70, True),
+    ([7], [7], 4, 2, 16, 3, 0, False),
+    ([200, 13, 0], [5, 11, 2], 4, 2, 16, 16, 0, True),
+    ([150, 41], [23, 2], 2, 2, 16, 5, 20, False),
+]
+
+
+@pytest.mark.parametrize(("lengths", "rows", "heads", "kv_heads", "dim", "page", "window", "sinks"), CASES)
+def test_attention(lengths, rows, heads, kv_heads, dim, page, window, sinks):
+    case = PagedCase(
+        lengths, rows, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page, window=window, seed=len(lengths)
+    )
+    rule = case.rule(window=window, sinks=sinks, scale=0.3 if sinks else None)
+    expected = by_hand(case, rule)
+    close(REFERENCE.attend(case.q_RND, case.keys_SKD, case.values_SKD, [case.segments], rule), expected.flatten(1))
+    for programs in (1, 23):
+        out = torch.full_like(case.q_RND, float("nan"))
+        attention.attend(case.q_RND, case.keys_SKD, case.values_SKD, case.segments, rule, out, programs=programs)
+        close(out, expected)
+
+
+def test_a_row_is_the_same_bits_beside_any_neighbours():
+    case = PagedCase([330, 64, 9, 200], [1, 1, 1, 1], heads=4, kv_heads=2, dim=16, page_size=16)
+    rule = case.rule()
+    out = torch.empty_like(case.q_RND)
+    attention.attend(case.q_RND, case.keys_SKD, case.values_SKD, case.segments, rule, out, programs=16)
+    for index in range(4):
+        alone = torch.full_like(case.q_RND, float("nan"))
+        batch = case.segments
+        one = type(batch)(
+            batch.table_TP,
+            batch.page_size,
+            *(part[index : index + 1] for part in (batch.slots_B, batch.first_B, batch.rows_B, batch.lengths_B)),
+            1,
+            batch.longest,
+        )
+        attention.attend(case.q_RND, case.keys_SKD, case.values_SKD, one, rule, alone, programs=16)
+        assert torch.equal(alone[index], out[index])
+        assert alone.isnan().any(-1).any(-1).sum() == 3, "rows of others were written"
+
+
+def test_long_requests_are_split_over_the_programs():
+    """Not only correct: the partial results of a lone long request come from as many splits as there are programs."""
+    case = PagedCase([1024], [1], heads=4, kv_heads=2, dim=16, page_size=16)
+    seen = []
+    original = attention.attend_kernel
+    attention.attend_kernel = Spy(original, seen)
+    try:
+        out = torch.empty_like(case.q_RND)
+        attention.attend(case.q_RND, case.keys_SKD, case.values_SKD, case.segments, case.rule(), out, programs=16)
+    finally:
+        attention.attend_kernel = original
+    (grid, sums, most), *_ = seen
+    assert grid == (16,)
+    assert most == 8
+    written = (sums.view(-1, 2, 16, 2)[:, :, 0, 1] > 0).all(-1)
+    assert written.tolist() == [True] * 8
+
+
+class Spy:
+    """A kernel that keeps its grid and its sums, which start as zeros."""
+
+    def __init__(self, kernel, seen):
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            sums = arguments[11].zero_()
+            self.kernel[grid](*arguments, **options)
+            self.seen.append((grid, sums, options["MOST"]))
+
+        return launch

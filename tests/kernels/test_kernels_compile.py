@@ -1,0 +1,146 @@
+"""The Triton kernels of the general path compile for GPUs that are not here, within their registers and memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements/triton.txt")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from lowlat.layers.triton import activation, attention, norm, rope_write  # noqa: E402
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+# Bytes of shared memory that a program may have: Hopper and Blackwell 227 KiB, CDNA4 160 KiB.
+SHARED = {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx950": 160 * 1024}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def compiled(kernel: Any, target: str, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """Compile as a launch would: pointers are multiples of 16 bytes; arguments without a type are constants."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    assert {name for name in names if signature[name] == "constexpr"} == set(constants), "arguments without a value"
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attrs)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def resources(kernel: Any, target: str, tmp_path: Path) -> tuple[int, int, int]:
+    """Registers of a thread, bytes that it spills, bytes of shared memory of a program."""
+    if target == "gfx950":
+        text = kernel.asm["amdgcn"]
+        find = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}
+        private = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
+        return find["vgpr_count"], find["vgpr_spill_count"] + private, kernel.metadata.shared
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    text = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    # Spilled registers show as stack, never as local memory.
+    registers, stack = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK"))
+    return registers, stack, kernel.metadata.shared
+
+
+def attend_arguments(
+    dtype: str, group: int, dim: int, most_rows: int, lanes: int
+) -> tuple[dict[str, str], dict[str, Any], Any]:
+    shape = attention.AttentionShape.of(group, most_rows, dim, 4 if dtype == "fp32" else 2, lanes=lanes)
+    pointers = ["q_ptr", "keys_ptr", "values_ptr", "out_ptr"]
+    types = dict.fromkeys(pointers, f"*{dtype}") | {"sinks_ptr": f"*{dtype}", "partial_ptr": "*fp32"}
+    integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr"]
+    types |= dict.fromkeys(integers, "*i32") | {"sums_ptr": "*fp32", "scale": "fp32"}
+    types |= {"segments": "i32", "table_stride": "i32"}
+    constants = {
+        "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": group, "DIM": dim, "PAGE": 16, "SINKS": False,
+        "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
+        "MIN_CHUNK": attention.MIN_CHUNK,
+    }  # fmt: skip
+    return types, constants, shape
+
+
+ATTENTION = [
+    # dtype, heads of a group, head dimension, rows of a segment, targets
+    ("bf16", 4, 64, 1, ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 1, ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 512, ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 2, 128, 512, ["sm_90"]),
+    ("bf16", 2, 256, 1, ["sm_90"]),
+    ("bf16", 2, 256, 512, ["sm_90"]),
+    ("fp32", 3, 64, 1, ["sm_90"]),
+    ("fp32", 3, 64, 512, ["sm_90"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "dim", "rows", "target"), [(*case, target) for *case, targets in ATTENTION for target in targets]
+)
+def test_attention_fits(dtype, group, dim, rows, target, tmp_path):
+    types, constants, shape = attend_arguments(dtype, group, dim, rows, TARGETS[target].warp_size)
+    kernel = compiled(attention.attend_kernel, target, types, constants, num_warps=shape.warps, num_stages=shape.stages)
+    registers, spilled, shared = resources(kernel, target, tmp_path)
+    assert spilled == 0
+    if target != "gfx950":
+        # A processor has 65,536 registers, and decode wants two programs on each.
+        assert registers * 32 * shape.warps * (2 if rows == 1 else 1) <= 65536
+    assert shared <= SHARED[target] // (2 if rows == 1 else 1)
+    if dtype == "bf16":
+        text = kernel.asm["amdgcn" if target == "gfx950" else "ptx"]
+        assert re.search(r"v_mfma_f32\S*bf16|(mma|wgmma|tcgen05)\S*\.sync\S*bf16|tcgen05\.mma", text), "no matrix unit"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_small_kernels_fit(target, tmp_path):
+    bf16, floats, integers = "*bf16", "*fp32", "*i32"
+    jobs: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
+        (
+            norm.rms_norm_kernel,
+            dict.fromkeys(["x_ptr", "residual_ptr", "weight_ptr", "out_ptr"], bf16) | {"width": "i32", "eps": "fp32"},
+            {"ADD": True, "BLOCK": 4096},
+            norm.warps_for(4096),
+        ),
+        (
+            activation.gate_kernel,
+            {"packed_ptr": bf16, "out_ptr": bf16, "width": "i32"},
+            {"KIND": 0, "BLOCK": 1024},
+            4,
+        ),
+        (
+            rope_write.rope_write_kernel,
+            dict.fromkeys(["qkv_ptr", "q_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr"], bf16)
+            | {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": floats, "sin_ptr": floats, "eps": "fp32"},
+            {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128},
+            1,
+        ),
+        (
+            attention.combine_kernel,
+            dict.fromkeys(["first_ptr", "rows_ptr", "lengths_ptr"], integers)
+            | {"partial_ptr": floats, "sums_ptr": floats, "sinks_ptr": bf16, "out_ptr": bf16},
+            {
+                "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": 4, "DIM": 128, "SINKS": True, "BLOCK_Q": 1,
+                "BLOCK_M": 16, "BLOCK_L": 64, "BLOCK_D": 128, "MIN_CHUNK": 64, "BLOCK_S": 64,
+            },
+            4,
+        ),
+    ]  # fmt: skip
+    for kernel, types, constants, warps in jobs:
+        registers, spilled, shared = resources(
+            compiled(kernel, target, types, constants, num_warps=warps), target, tmp_path
+        )
+        assert spilled == 0, kernel.__name__
+        assert registers <= 168, kernel.__name__
+        assert shared <= 32 * 1024, kernel.__name__
+
+
+def test_tools_are_there():
+    assert shutil.which(CUOBJDUMP), "triton's wheel has no cuobjdump: resources would not be checked"
