@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_simulator import KVSimulator, drain, make_core, make_request, solo_answer, solo_scores
@@ -141,7 +142,6 @@ ITEMS = st.lists(st.lists(TOKENS, min_size=1, max_size=9), min_size=1, max_size=
 def test_any_mixture_of_scores_and_answers(
     scored, plain, page_size, chunk_tokens, run_ahead, prefix_cache, turns, window
 ):
-    chunk_tokens = max(chunk_tokens, 9) if window else chunk_tokens  # then items must fit a chunk
     core, device = make_core(
         pages=80 // page_size,
         page_size=page_size,
@@ -169,6 +169,18 @@ def test_any_mixture_of_scores_and_answers(
         else:
             assert answers[request.id] == solo_answer(request)
     assert core.scheduler.cache.pool.held == 0
+
+
+def test_an_item_that_no_window_has_room_for_is_refused():
+    core, device = make_core(page_size=2, chunk_tokens=4, max_batch=1, window=3, max_context=80)
+    room = core.scheduler.cache.windows.total * 2
+    fits = score_request("fits", [1, 2, 3], [[4], [5] * (room - 8)], None, 0)
+    core.submit(fits)
+    scores: dict[str, list[list[float]]] = {}
+    drain(core, device, scores)
+    assert scores["fits"] == solo_scores(fits)
+    with pytest.raises(ValueError, match="send it by itself"):
+        core.submit(score_request("long", [1, 2, 3], [[4], [5] * (room + 8)], None, 0))
 
 
 def test_a_plan_keeps_its_items_on_the_way_to_other_ranks():

@@ -10,11 +10,17 @@ from typing import Any
 import torch
 import transformers
 
+from lowlat.cache.groups import window_of
 from lowlat.cache.layout import KVPool
+from lowlat.cache.prefix import PrefixCache
+from lowlat.cache.windows import WindowPages, WindowSpan, most_pages
 from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan
+from lowlat.engine.core import EngineCore
+from lowlat.engine.executor import StepResult, ThreadExecutor
 from lowlat.engine.runner import ModelRunner
+from lowlat.engine.scheduler import Scheduler
 from lowlat.layers.step import StepInputs
-from lowlat.models.base import BuildContext
+from lowlat.models.base import BuildContext, make_cache
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import Communicator, SingleRank
@@ -78,6 +84,44 @@ def build(
     return build_model(open_checkpoint(path), context, lambda done, total: None)
 
 
+class WindowRunner(ModelRunner):
+    """Gives every plan the window pages that a scheduler would, and poisons those that no window reaches any more."""
+
+    windows: WindowPages | None = None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if self.windows is not None:
+            self._slide(plan, self.windows)
+        return super().run(plan)
+
+    def _slide(self, plan: StepPlan, windows: WindowPages) -> None:
+        self.spans: dict[int, tuple[WindowSpan, list[int]]] = getattr(self, "spans", {})
+        for slot, first, pages in plan.pages:
+            assert first == 0
+            if slot in self.spans:
+                span, old = self.spans.pop(slot)
+                windows.end(span, old)
+                for page in old:
+                    windows.forget(page)
+            self.spans[slot] = (windows.begin([], 0), pages)
+        rows = [(chunk.slot, chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
+        rows += [(slot, self._lengths[slot], self._lengths[slot] + 1) for slot in plan.decodes]
+        for slot, start, end in rows:
+            span, pages = self.spans[slot]
+            windows.reserve(span, end)
+            entries = windows.slide(span, pages, start, end)
+            if entries is not None:
+                plan.windows.append((slot, *entries))
+        windows.check()
+        in_use = [page for span, pages in self.spans.values() for page in pages[span.first : span.end]]
+        reached = {windows._attached[page] for page in in_use}
+        layout = self.kv.layout
+        for page in set(range(windows.total)) - reached:
+            for layer in layout.window_layers:
+                for tensor in (self.kv.keys[layer], self.kv.values[layer]):
+                    tensor[page * layout.page_size : (page + 1) * layout.page_size] = float("nan")
+
+
 def make_runner(
     model: Any,
     *,
@@ -86,13 +130,52 @@ def make_runner(
     max_pages: int = 40,
     min_rows: int = 4,
     communicator: Communicator | None = None,
+    own_pages: bool = True,
+    span: int = 64,
 ) -> tuple[ModelRunner, Recorder]:
-    limits = PlanLimits(max_batch=6, max_rows=256, max_pages=max_pages)
-    kv = KVPool(model.kv_layout(pages, page_size), torch.device("cpu"))
+    """`own_pages` false: layers with a window keep the keys of all tokens, in the pages of the others."""
+    window, _ = window_of(model.cache_groups())
+    each = most_pages(page_size, window, span) if window and own_pages else 0
+    limits = PlanLimits(max_batch=6, max_rows=256, max_pages=max_pages, max_window_pages=each)
+    kv = make_cache(model, pages, page_size, 0, torch.device("cpu"), window_pages=6 * each)
+    assert isinstance(kv, KVPool)
     for tensor in kv.keys + kv.values:
         tensor.fill_(float("nan"))  # whatever was never written must not matter
     recorder = Recorder(model)
-    return ModelRunner(recorder, kv, limits, communicator or SingleRank(), min_rows=min_rows), recorder
+    runner = WindowRunner(
+        recorder, kv, limits, communicator or SingleRank(), min_rows=min_rows, window=window if each else 0
+    )
+    runner.windows = WindowPages(6 * each, page_size, window, span) if each else None
+    return runner, recorder
+
+
+def make_engine(
+    model: Any,
+    *,
+    pages: int,
+    page_size: int,
+    chunk_tokens: int,
+    max_batch: int,
+    run_ahead: int = 1,
+    window_requests: float | None = None,
+) -> EngineCore:
+    """The whole engine but the processes, over a poisoned pool.
+
+    `window_requests`: how many requests' windows the window pages are enough for; None: all, and prefixes' as well.
+    """
+    window, _ = window_of(model.cache_groups())
+    each = most_pages(page_size, window, chunk_tokens) if window else 0
+    window_pages = int(each * (window_requests or 3 * max_batch))
+    limits = PlanLimits(max_batch=max_batch, max_rows=chunk_tokens + max_batch, max_pages=pages, max_window_pages=each)
+    kv = make_cache(model, pages, page_size, 0, torch.device("cpu"), window_pages=window_pages)
+    assert isinstance(kv, KVPool)
+    for tensor in kv.keys + kv.values:
+        tensor.fill_(float("nan"))  # whatever was never written must not matter
+    windows = WindowPages(window_pages, page_size, window, chunk_tokens) if window else None
+    cache = PrefixCache(pages, page_size, windows=windows)
+    scheduler = Scheduler(cache, limits, eos_ids=frozenset(), chunk_tokens=chunk_tokens, seed=0)
+    runner = ModelRunner(model, kv, limits, SingleRank(), min_rows=4, window=window)
+    return EngineCore(scheduler, ThreadExecutor(runner.run, lambda: torch.set_num_threads(1)), run_ahead=run_ahead)
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -108,11 +191,11 @@ def check_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
-def check_one_request(reference: Any, model: Any, length: int = 70) -> None:
+def check_one_request(reference: Any, model: Any, length: int = 70, own_pages: bool = True) -> None:
     """A prefill, a second chunk behind it and single tokens, on neighbouring and on scattered pages."""
     tokens = random_tokens(length, 1)
     expected = expected_logits(reference, tokens)
-    runner, recorder = make_runner(model)
+    runner, recorder = make_runner(model, own_pages=own_pages)
     scattered = torch.randperm(120, generator=torch.Generator().manual_seed(2))[:30].tolist()
     for pages in (list(range(10, 40)), scattered):
         runner.run(StepPlan(0, [(0, GREEDY)], [(0, 0, pages)], [PrefillChunk(0, 0, tokens[:37], True)], []))

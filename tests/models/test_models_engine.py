@@ -8,18 +8,10 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from family_kit import VOCABULARY, build, expected_logits, random_tokens, save_random
+from family_kit import VOCABULARY, build, expected_logits, make_engine, random_tokens, save_random
 
-from lowlat.cache.layout import KVPool
-from lowlat.cache.prefix import PrefixCache
-from lowlat.engine.batch import PlanLimits
-from lowlat.engine.core import EngineCore
-from lowlat.engine.executor import ThreadExecutor
 from lowlat.engine.request import GenerateRequest, SamplingParams
-from lowlat.engine.runner import ModelRunner
-from lowlat.engine.scheduler import Scheduler
 from lowlat.offline import Engine
-from lowlat.parallel.group import SingleRank
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 6},
@@ -46,17 +38,15 @@ def check_greedy(reference: Any, prompt: list[int], answer: list[int]) -> None:
     assert (logits.amax(-1) - chosen).max() < 1e-3
 
 
+@pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cached_prefixes_chunks_and_preemption(family: str, tmp_path: Path):
+def test_cached_prefixes_chunks_and_preemption(family: str, run_ahead: int, tmp_path: Path):
     reference, model = save_random(tmp_path, family, **FAMILIES[family]), build(tmp_path)
-    pages, page_size = 60, 2
-    limits = PlanLimits(max_batch=4, max_rows=16 + 4, max_pages=pages)
-    kv = KVPool(model.kv_layout(pages, page_size), torch.device("cpu"))
-    for tensor in kv.keys + kv.values:
-        tensor[: pages * page_size] = float("nan")
-    scheduler = Scheduler(PrefixCache(pages, page_size), limits, eos_ids=frozenset(), chunk_tokens=16, seed=0)
-    runner = ModelRunner(model, kv, limits, SingleRank(), min_rows=4)
-    core = EngineCore(scheduler, ThreadExecutor(runner.run, lambda: torch.set_num_threads(1)), run_ahead=1)
+    # Window pages are too few for four requests, so they change hands all the time.
+    core = make_engine(
+        model, pages=60, page_size=2, chunk_tokens=16, max_batch=4, run_ahead=run_ahead, window_requests=3.5
+    )
+    scheduler = core.scheduler
     shared = random_tokens(31, 20)
     # Together they need more than the pool's 120 tokens, and the last two reuse what others computed.
     prompts = [*(random_tokens(28 + n, 21 + n) for n in range(3)), shared, shared + [5, 6, 7], shared[:25]]

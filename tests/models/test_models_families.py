@@ -197,8 +197,11 @@ def test_windows_read_no_key_outside_them(pairs: Pairs):
     runner.run(StepPlan(0, [(0, GREEDY)], [(0, 0, pages[:70])], [PrefillChunk(0, 0, tokens[:40], True)], []))
 
     def poison(seen_from: int) -> None:
+        span, owned = runner.spans[0]
+        passed = [runner.windows._attached[page] for page in owned[span.first : seen_from]]
+        assert passed, "the page before the window is still there"
         for tensor in runner.kv.keys + runner.kv.values:
-            tensor[pages[:seen_from]] = float("nan")
+            tensor[passed] = float("nan")
 
     poison(40 - window + 1)
     runner.run(StepPlan(1, [], [], [PrefillChunk(0, 40, tokens[40:50], True)], []))
@@ -208,6 +211,56 @@ def test_windows_read_no_key_outside_them(pairs: Pairs):
         runner._tokens[0] = tokens[position]
         runner.run(StepPlan(2, [], [], [], [0]))
         check_equal(recorder.logits[0], expected[position])
+
+
+@pytest.mark.parametrize("case", ["mistral", "gemma3", "gpt-oss"])
+def test_windows_in_the_pages_of_other_layers(case: str, pairs: Pairs):
+    """Where no window pages are given, as kernel libraries expect that know one page table."""
+    _, reference, model = pairs[case]
+    check_one_request(reference, model, own_pages=False)
+
+
+@pytest.mark.parametrize("case", ["mistral", "qwen2 window above", "gemma3", "gemma3 window of one", "gpt-oss"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_chunks_of_every_size_around_the_window(case: str, page_size: int, pairs: Pairs):
+    """Chunks that end before, at and after a window and a page, and rows behind each; the window moves on many times
+    its own length, over window pages that were used before."""
+    _, reference, model = pairs[case]
+    window = model.config.windows[-1] or model.config.windows[0]
+    for size in (1, window - 1, window, window + 1, 2 * window + 1):
+        if size < 1:
+            continue
+        tokens = random_tokens(max(6 * window, 3 * size) + 5, size)
+        expected = expected_logits(reference, tokens)
+        runner, recorder = make_runner(model, page_size=page_size, max_pages=110, span=size)
+        pages = torch.randperm(120, generator=torch.Generator().manual_seed(size))[: -(-len(tokens) // page_size)]
+        plan = StepPlan(0, [(0, GREEDY)], [(0, 0, pages.tolist())], [], [])
+        for start in range(0, len(tokens) - 4, size):
+            end = min(start + size, len(tokens) - 4)
+            plan.chunks = [PrefillChunk(0, start, tokens[start:end], True)]
+            runner.run(plan)
+            check_equal(recorder.logits[0], expected[end - 1])
+            plan = StepPlan(1, [], [], [], [])
+        for position in range(len(tokens) - 4, len(tokens)):
+            runner._tokens[0] = tokens[position]
+            runner.run(StepPlan(2, [], [], [], [0]))
+            check_equal(recorder.logits[0], expected[position])
+        assert runner.windows.in_use < len(pages), "window pages were given back"
+
+
+def test_window_layers_hold_a_window_and_no_more(pairs: Pairs):
+    _, _, model = pairs["gemma3"]
+    runner, _ = make_runner(model, page_size=4, pages=240, span=16)
+    layer_bytes = [keys.numel() * keys.element_size() for keys in runner.kv.keys]
+    windows = model.config.windows
+    assert windows.count(0) == 1
+    for size, window in zip(layer_bytes, windows, strict=True):
+        # Six requests with 9 tokens before a row, a page and 16 rows, which touch at most 8 pages; one is padding.
+        pages = 6 * 8 + 1 if window else 240 + 1
+        assert size == pages * 4 * 2 * 16 * 4
+    groups = {group.name: group for group in model.cache_groups()}
+    assert (groups["kv.window"].lifetime, groups["kv.window"].window) == ("window", 10)
+    assert groups["kv"].bytes_per_entry * 6 == groups["kv.window"].bytes_per_entry == 6 * 2 * 2 * 16 * 4
 
 
 def test_long_windowed_prefills_go_block_by_block(pairs: Pairs, monkeypatch: pytest.MonkeyPatch):

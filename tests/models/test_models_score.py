@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from family_kit import VOCABULARY, build, expected_logits, random_tokens, save_random
+from family_kit import VOCABULARY, build, expected_logits, make_engine, random_tokens, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowlat.cache.layout import KVPool
-from lowlat.cache.prefix import PrefixCache
-from lowlat.engine.batch import PlanLimits
 from lowlat.engine.core import EngineCore
-from lowlat.engine.executor import ThreadExecutor
 from lowlat.engine.request import GenerateRequest, SamplingParams
-from lowlat.engine.runner import ModelRunner
-from lowlat.engine.scheduler import Scheduler
 from lowlat.engine.score_task import ScoreTask
-from lowlat.parallel.group import SingleRank
 
 # Small weights, as trained models have relative to their width: logits of a few units, so 1e-5 is above rounding.
 SMALL: dict[str, Any] = {"initializer_range": 0.08}
@@ -48,15 +41,7 @@ class Scorer:
         self.names = 0
 
     def engine(self, pages: int = 200, page_size: int = 4, chunk_tokens: int = 64) -> EngineCore:
-        limits = PlanLimits(max_batch=6, max_rows=chunk_tokens + 6, max_pages=pages)
-        kv = KVPool(self.model.kv_layout(pages, page_size), torch.device("cpu"))
-        for tensor in kv.keys + kv.values:
-            tensor[: pages * page_size] = float("nan")  # whatever was never written must not matter
-        scheduler = Scheduler(
-            PrefixCache(pages, page_size), limits, eos_ids=frozenset(), chunk_tokens=chunk_tokens, seed=0
-        )
-        runner = ModelRunner(self.model, kv, limits, SingleRank(), min_rows=4)
-        return EngineCore(scheduler, ThreadExecutor(runner.run, lambda: torch.set_num_threads(1)), run_ahead=1)
+        return make_engine(self.model, pages=pages, page_size=page_size, chunk_tokens=chunk_tokens, max_batch=6)
 
     def request(
         self, query: list[int], items: list[list[int]], *, together: bool = True, **fields: Any

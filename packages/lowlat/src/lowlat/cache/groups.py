@@ -13,7 +13,7 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of state that a model keeps while it works on a request.
 
     `all`: an entry for every token, kept as long as the request (ordinary keys and values); `window`: entries of the
-    last `window` tokens; `state`: one fixed-size record a request.
+    last `window` tokens, in pages of a pool of its own; `state`: one fixed-size record a request.
     """
 
     name: str
@@ -27,8 +27,14 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bytes_per_token(groups: list[CacheGroup]) -> int:
-    """Bytes that a token needs in pages, rounded up; `state` groups have none there."""
-    return sum(-(-group.bytes_per_entry // group.tokens_per_entry) for group in groups if group.lifetime != "state")
+    """Bytes that a token needs in pages as long as its request lives, rounded up."""
+    return sum(-(-group.bytes_per_entry // group.tokens_per_entry) for group in groups if group.lifetime == "all")
+
+
+def window_of(groups: list[CacheGroup]) -> tuple[int, int]:
+    """Tokens that rows see in layers with a window, and bytes of one token there; (0, 0): the model has none."""
+    windows = [group for group in groups if group.lifetime == "window"]
+    return max((group.window for group in windows), default=0), sum(group.bytes_per_entry for group in windows)
 
 
 def state_bytes(groups: list[CacheGroup]) -> int:

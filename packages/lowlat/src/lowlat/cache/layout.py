@@ -23,11 +23,19 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     dtype: str
     """`float32` or `bfloat16`."""
+    window_layers: frozenset[int] = frozenset()
+    """Layers with a window: their keys and values lie in pages of their own, found by a page table of their own."""
+    window_pages: int = 0
+    """Such pages; 0: these layers too use the pages of the others."""
 
     @property
     def slots(self) -> int:
-        """Slots in each tensor, the padding page included."""
+        """Slots in each tensor of layers that see all tokens, the padding page included."""
         return (self.pages + 1) * self.page_size
+
+    def pages_of(self, layer: int) -> int:
+        """Pages of one layer."""
+        return self.window_pages if self.window_pages and layer in self.window_layers else self.pages
 
     @property
     def padding_page(self) -> int:
@@ -45,23 +53,26 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.head_dim
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.layers * self.slot_stride * torch_dtype(self.dtype).itemsize
+    def bytes_per_layer(self) -> int:
+        """Bytes of keys and values of one token in one layer."""
+        return 2 * self.slot_stride * torch_dtype(self.dtype).itemsize
 
 
 class KVPool:
-    """The tensors of one `KVLayout`: `keys[layer]` and `values[layer]`, each [S, K, D]."""
+    """The tensors of one `KVLayout`: `keys[layer]` and `values[layer]`, each [S, K, D], S by the layer's pages."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self.layout = layout
-        shape = (layout.slots, layout.kv_heads, layout.head_dim)
-        dtype = torch_dtype(layout.dtype)
+        self.keys, self.values = ([self._empty(layer, device) for layer in range(layout.layers)] for _ in range(2))
+
+    def _empty(self, layer: int, device: torch.device) -> torch.Tensor:
         # Not zeroed: on a CPU that would commit the whole pool, and no step reads a slot that none wrote.
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layout.layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layout.layers)]
-        for tensor in self.keys + self.values:
-            tensor[layout.padding_page * layout.page_size :].zero_()
+        layout = self.layout
+        written = layout.pages_of(layer) * layout.page_size
+        shape = (written + layout.page_size, layout.kv_heads, layout.head_dim)
+        tensor = torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device)
+        tensor[written:].zero_()
+        return tensor
 
     def copy_state(self, source: int, target: int) -> None:
         """Keys and values are all there is: no state a request."""

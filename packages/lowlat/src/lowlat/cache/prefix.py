@@ -74,10 +74,11 @@ class PrefixCache:
         """Pages that could be handed out now, evicting what nobody uses and no session pins."""
         return self.pool.free + self.tree.evictable
 
-    def begin(self, tokens: Sequence[int], salt: str = "", *, reuse: bool = True) -> Lease:
+    def begin(self, tokens: Sequence[int], salt: str = "", *, reuse: bool = True, reach: int = 0) -> Lease:
         """Start a request with `tokens`: lock the longest cached prefix that leaves at least one token to compute.
 
-        Without `reuse`, all tokens are computed anew.
+        Without `reuse`, all tokens are computed anew. `reach`: most tokens over which a step of this request may reach,
+        where that may be more than chunks have.
         """
         reusable = (len(tokens) - 1) // self.page_size * self.page_size if self.enabled and reuse else 0
         pages, node, known = self.longest(tokens[:reusable], salt)
@@ -85,6 +86,7 @@ class PrefixCache:
         lease = Lease(pages, node, len(pages) * self.page_size, salt)
         if self.windows is not None:
             lease.window = self.windows.begin(pages, known)
+            self.windows.widen(lease.window, reach)
         if self.snapshots is not None and pages:
             lease.restore = self.snapshots.use(node)
         return lease

@@ -22,11 +22,13 @@ from lowlat.cache.pages import OutOfPagesError
 class WindowSpan:
     """The window pages of one request: those attached to its pages `first` to `end` - 1."""
 
-    __slots__ = ("end", "first", "keep", "reserved", "sent")
+    __slots__ = ("end", "first", "keep", "most", "reserved", "sent")
 
-    def __init__(self, first: int, end: int) -> None:
+    def __init__(self, first: int, end: int, most: int) -> None:
         self.first = first
         self.end = end
+        self.most = most
+        """Most window pages that the request needs at a time."""
         self.sent = first
         """Pages before this one are known to the device."""
         self.reserved = 0
@@ -45,6 +47,7 @@ class WindowPages:
         self.page_size = page_size
         self.behind = window - 1 + page_size
         """Tokens before a row that stay: a window, and a page, so that the whole page before can be resumed too."""
+        self.window = window
         self.most = most_pages(page_size, window, span)
         self.reserved = 0
         self._tail = pages_for(window - 1, page_size)
@@ -82,7 +85,7 @@ class WindowPages:
         `known`: pages that the prefix tree holds of these tokens. More than `pages` means that others came this way and
         their window is gone: this time it is kept.
         """
-        span = WindowSpan(max(0, len(pages) - self._tail), len(pages))
+        span = WindowSpan(max(0, len(pages) - self._tail), len(pages), self.most)
         for page in pages[span.first :]:
             self._idle.pop(page, None)
             self._kept.pop(page, None)
@@ -92,9 +95,17 @@ class WindowPages:
             span.keep.update(range(max(0, known - self._tail), known))
         return span
 
+    def widen(self, span: WindowSpan, rows: int) -> None:
+        """Steps of this request may reach from a row over `rows` tokens, which may be more than for others."""
+        span.most = max(self.most, most_pages(self.page_size, self.window, rows))
+
+    def needs(self, tokens: int, rows: int) -> int:
+        """Window pages that a request of `tokens` tokens needs at a time when its steps reach over `rows` tokens."""
+        return min(pages_for(tokens, self.page_size), max(self.most, most_pages(self.page_size, self.window, rows)))
+
     def missing(self, span: WindowSpan, tokens: int) -> int:
         """Window pages that a request must still reserve to grow to `tokens` tokens."""
-        return max(0, min(self.most, pages_for(tokens, self.page_size)) - span.reserved)
+        return max(0, min(span.most, pages_for(tokens, self.page_size)) - span.reserved)
 
     def reserve(self, span: WindowSpan, tokens: int) -> None:
         """Let a request grow to `tokens` tokens. Raises `OutOfPagesError`, and changes nothing, when it cannot."""

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from lowlat.cache.groups import bytes_per_token, pages_for, state_bytes
+from lowlat.cache.groups import CacheGroup, bytes_per_token, pages_for, state_bytes, window_of
 from lowlat.cache.layout import KVPool, torch_dtype
 from lowlat.cache.prefix import PrefixCache
 from lowlat.cache.rules import PrefillRules
 from lowlat.cache.snapshots import Snapshots
+from lowlat.cache.windows import WindowPages, most_pages
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
@@ -62,6 +63,7 @@ class RankParts(msgspec.Struct):
     platform: Platform
     threads: int
     snapshots: Snapshots | None
+    windows: WindowPages | None
     width: int
     rules: PrefillRules
 
@@ -84,6 +86,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
                 parts.facts.page_size,
                 enabled=config.prefix_cache,
                 snapshots=parts.snapshots,
+                windows=parts.windows,
                 session_budget=config.session_budget,
             ),
             parts.limits,
@@ -149,14 +152,19 @@ def build_rank(
     # A request holds up to three copies of its state (end of prompt, newest, the one before); the rest are prefixes'.
     kept = 4 * config.max_batch if config.prefix_cache and state_bytes(groups) else 0
     states = config.max_batch + kept
-    pages = _pages(config, max_context, bytes_per_token(groups), states * state_bytes(groups), platform)
-    pages = int(communicator.broadcast(torch.tensor(pages)))
+    window, _ = window_of(groups)
+    # Between the earliest row that a step may have and the end of what it may write.
+    span = max(config.chunk_tokens, (config.run_ahead + 1) * width)
+    window_pages_each = min(most_pages(page_size, window, span), pages_for(max_context, page_size)) if window else 0
+    sizes = _pages(config, max_context, groups, states * state_bytes(groups), window_pages_each, platform)
+    pages, window_pages = communicator.broadcast(torch.tensor(sizes)).tolist()
     limits = PlanLimits(
         max_batch=config.max_batch,
         max_rows=config.chunk_tokens + config.max_batch * width,
         max_pages=min(pages_for(max_context, page_size), pages),
+        max_window_pages=window_pages_each,
     )
-    kv = make_cache(model, pages, page_size, states, platform.device, width)
+    kv = make_cache(model, pages, page_size, states, platform.device, width, window_pages)
     runner = ModelRunner(
         model,
         kv,
@@ -164,6 +172,7 @@ def build_rank(
         communicator,
         min_rows=platform.min_rows,
         has_state=state_bytes(groups) > 0,
+        window=window,
     )
     progress(0, 0, "first step")
     _first_step(runner)
@@ -189,7 +198,8 @@ def build_rank(
         kernels=kernels.active,
     )
     snapshots = Snapshots(config.max_batch, kept) if kept else None
-    return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, width, rules)
+    windows = WindowPages(window_pages, page_size, window, span) if window else None
+    return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, windows, width, rules)
 
 
 def _check_sessions(config: EngineConfig) -> None:
@@ -254,18 +264,35 @@ def _max_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.max_context
 
 
-def _pages(config: EngineConfig, max_context: int, token_bytes: int, other_bytes: int, platform: Platform) -> int:
+def _pages(
+    config: EngineConfig,
+    max_context: int,
+    groups: list[CacheGroup],
+    other_bytes: int,
+    window_pages_each: int,
+    platform: Platform,
+) -> tuple[int, int]:
+    """Pages, and pages of layers with a window: what all requests need at a time, and as much again for the ends of
+    their prompts and of their answers, but never more than there are pages."""
+    window_pages = window_pages_each * config.max_batch * (3 if config.prefix_cache else 1)
     if config.kv_tokens is not None:
         pages = config.kv_tokens // config.page_size
     else:
-        tokens = min(config.max_batch * max_context, max(0, platform.memory_available() - other_bytes) // token_bytes)
-        pages = tokens // config.page_size
+        page_bytes, window_page_bytes = (
+            size * config.page_size for size in (bytes_per_token(groups), window_of(groups)[1])
+        )
+        memory = max(0, platform.memory_available() - other_bytes)
+        most = config.max_batch * max_context // config.page_size
+        pages = memory // (page_bytes + window_page_bytes)
+        if pages > window_pages:
+            pages = (memory - window_pages * window_page_bytes) // page_bytes if page_bytes else most
+        pages = min(pages, most)
     if pages * config.page_size < 2:
         raise SetupError(
             f"the KV pool holds {pages} pages of {config.page_size} tokens, too few to serve: "
             f"raise --kv-tokens to {max(2, config.page_size)} or more, or free memory"
         )
-    return pages
+    return pages, min(pages, window_pages)
 
 
 def _first_step(runner: ModelRunner) -> None:
@@ -273,5 +300,6 @@ def _first_step(runner: ModelRunner) -> None:
     if runner.kv.layout.page_size * runner.max_pages < 2:
         raise SetupError("a request must be able to hold at least two tokens")
     pages = list(range(pages_for(2, runner.kv.layout.page_size)))
-    runner.run(StepPlan(0, [(0, GREEDY)], [(0, 0, pages)], [PrefillChunk(0, 0, [0], True)], []))
+    chunk = PrefillChunk(0, 0, [0], True)
+    runner.run(StepPlan(0, [(0, GREEDY)], [(0, 0, pages)], [chunk], [], windows=[(0, 0, pages)]))
     runner.run(StepPlan(1, [], [], [], [0]))

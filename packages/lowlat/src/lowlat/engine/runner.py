@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import torch
 
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.executor import StepResult
-from lowlat.engine.item_rows import item_group
+from lowlat.engine.item_rows import ItemPieces
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.request import TokenLogprobs
 from lowlat.engine.sampler import label_logprobs, sample_bursts, simulated_bursts, token_logprobs
+from lowlat.engine.slot_table import SlotTable
 from lowlat.engine.speculation import Speculation
-from lowlat.layers.step import DecodeGroup, ItemGroup, Segment, StepInputs
+from lowlat.layers.step import Segment, StepInputs
 from lowlat.models.base import Model, ModelCache
 from lowlat.parallel.group import Communicator
 
@@ -43,8 +45,10 @@ class ModelRunner:
         *,
         min_rows: int = 1,
         has_state: bool = False,
+        window: int = 0,
     ) -> None:
-        """`has_state`: the model keeps state for a request, and sees every request's rows as a segment of its own."""
+        """`has_state`: the model keeps state for a request, and sees every request's rows as a segment of its own.
+        `window`: tokens that rows see in layers with a window, their own included; 0: those have no pages of their own."""
         self.model = model
         self.kv = kv
         self._communicator = communicator
@@ -55,11 +59,12 @@ class ModelRunner:
         self._tokens = [0] * limits.max_batch
         self._sampling = [GREEDY] * limits.max_batch
         self._rules: list[LogitRules | None] = [None] * limits.max_batch
-        # KV slot of every token of every batch slot: the page tables, spelled out.
-        self._kv_slots = np.zeros((limits.max_batch, limits.max_pages * self._page_size), dtype=np.int64)
-        self._in_order = [True] * limits.max_batch
-        """Whether all pages of a batch slot are neighbours in memory, in order."""
+        self._table = SlotTable(limits.max_batch, limits.max_pages, self._page_size)
+        self._window = window
+        self._window_table = SlotTable(limits.max_batch if window else 0, limits.max_pages, self._page_size)
         self._segments_only = has_state
+        # Models with state never group decodes, so they need no masks.
+        self._dtype = kv.keys[0].dtype if isinstance(kv, KVPool) and kv.keys else torch.float32
         self.kernel_steps: KernelSteps | None = None
         """Where a kernel library is installed: who is asked first."""
         self.speculation: Speculation | None = None
@@ -83,7 +88,7 @@ class ModelRunner:
         before = self._lengths.copy()
         logits_MV = inputs = None
         if self.kernel_steps is not None:
-            logits_MV = self.kernel_steps.run(plan, self._tokens, guesses, self._lengths, self._kv_slots)
+            logits_MV = self.kernel_steps.run(plan, self._tokens, guesses, self._lengths, self._table.slots)
         if logits_MV is None or (speculation is not None and speculation.follows):
             inputs = self._inputs(plan, guesses)
         if logits_MV is None:
@@ -113,7 +118,8 @@ class ModelRunner:
         # All slots have the same pages: one fills them for all, unless each has state of its own.
         filling = slots if self._segments_only else slots[:1]
         chunks = [PrefillChunk(slot, 0, [0] * context, False) for slot in filling]
-        self.run(StepPlan(0, begins, [(slot, 0, pages) for slot in slots], chunks, []), [])
+        tables = [(slot, 0, pages) for slot in slots]
+        self.run(StepPlan(0, begins, tables, chunks, [], windows=tables), [])
         for slot in slots:
             self._lengths[slot] = context
         started = time.perf_counter()
@@ -196,34 +202,31 @@ class ModelRunner:
             self._rules[slot] = LogitRules.of(sampling, slot)
             if self.speculation is not None:
                 self.speculation.begin(slot, sampling)
-            self._in_order[slot] = True
-        size = self._page_size
+            self._table.begin(slot)
+            if self._window:
+                self._window_table.begin(slot)
         for slot, first, pages in plan.pages:
-            starts = np.asarray(pages, dtype=np.int64) * size
-            filled = (starts[:, None] + np.arange(size)).reshape(-1)
-            row = self._kv_slots[slot]
-            row[first * size : first * size + len(filled)] = filled
-            low = max(0, first - 1) * size
-            steps = np.diff(row[low : first * size + len(filled)])
-            self._in_order[slot] = self._in_order[slot] and bool((steps == 1).all())
+            self._table.update(slot, first, pages)
+        for slot, first, pages in plan.windows:
+            self._window_table.update(slot, first, pages)
 
     def _inputs(self, plan: StepPlan, guesses: list[list[int]]) -> StepInputs:
         """The step's inputs. Wanted are the logits of sampling chunks' last rows, of decode rows, of scored rows."""
         tokens: list[int] = []
         positions: list[int] = []
-        segments: list[Segment] = []
+        segments: list[tuple[int, range, int]] = []
         sample_rows: list[int] = []
         score_rows: list[int] = []
         read_rows: list[int] = []
-        groups: list[ItemGroup] = []
+        groups: list[ItemPieces] = []
         singles: list[tuple[int, int]] = []
-        write: list[np.ndarray] = []
+        written: list[tuple[int, int, int]] = []
 
         def add(slot: int, start: int, new: list[int]) -> range:
             rows = range(len(tokens), len(tokens) + len(new))
             tokens.extend(new)
             positions.extend(range(start, start + len(new)))
-            write.append(self.write_slots(slot, start, len(new)))
+            written.append((slot, start, start + len(new)))
             return rows
 
         for chunk in plan.chunks:
@@ -231,17 +234,11 @@ class ModelRunner:
             plain = rows
             if chunk.items is not None:
                 plain = rows[: len(rows) - sum(chunk.items.lengths)]
-                group = item_group(
-                    chunk.items,
-                    range(plain.stop, rows.stop),
-                    self._kv_slots[chunk.slot],
-                    chunk.start + len(plain),
-                    self._in_order[chunk.slot],
-                )
+                group = ItemPieces(chunk.items, range(plain.stop, rows.stop), chunk.slot, chunk.start + len(plain))
                 positions[plain.stop :] = (group.offsets_T + chunk.items.query).tolist()
                 groups.append(group)
             if plain:
-                segments.append(self.segment(chunk.slot, plain, chunk.start + len(plain)))
+                segments.append((chunk.slot, plain, chunk.start + len(plain)))
             score_rows.extend(rows if chunk.targets else ())
             read_rows.extend(rows[place] for place in chunk.read_rows)
             sample_rows.extend(rows[-1:] if chunk.sample else ())
@@ -250,59 +247,39 @@ class ModelRunner:
             rows = add(slot, length, [self._tokens[slot], *guessed])
             sample_rows.extend(rows)
             if guessed or self._segments_only:
-                segments.append(self.segment(slot, rows, length + len(rows)))
+                segments.append((slot, rows, length + len(rows)))
             else:
                 singles.append((slot, rows[0]))
         if len(singles) == 1:
             slot, row = singles[0]
-            segments.append(self.segment(slot, range(row, row + 1), self._lengths[slot] + 1))
+            segments.append((slot, range(row, row + 1), self._lengths[slot] + 1))
+            singles = []
         padding = [0] * (padded_rows(max(self._min_rows, len(tokens))) - len(tokens))
-        return StepInputs(
+        step = StepInputs(
             tokens_R=torch.tensor(tokens + padding),
             positions_R=torch.tensor(positions + padding),
-            write_slots=torch.from_numpy(np.concatenate(write)),
+            write_slots=self._table.written(written),
             real_rows=len(tokens),
-            segments=segments,
-            decodes=self._decode_groups(singles) if len(singles) > 1 else [],
+            segments=[self._table.segment(*segment) for segment in segments],
+            decodes=self._table.decode_groups(singles, self._lengths, self._dtype),
             sample_rows=torch.tensor(sample_rows + score_rows + read_rows, dtype=torch.int64),
-            items=groups,
+            items=[group.seen(self._table) for group in groups],
         )
+        if self._window:
+            table, window = self._window_table, self._window
+            step.windowed = msgspec.structs.replace(
+                step,
+                write_slots=table.written(written),
+                segments=[table.segment(*segment, window) for segment in segments],
+                decodes=table.decode_groups(singles, self._lengths, self._dtype, window),
+                items=[group.seen(table, window) for group in groups],
+            )
+        return step
 
     def segment(self, slot: int, rows: range, length: int) -> Segment:
         """Rows of a request whose last is token `length - 1` (see `speculative.proposer.Tables`)."""
-        kv_slots = self._kv_slots[slot, :length]
-        run = int(kv_slots[0]) if self._in_order[slot] else -1
-        return Segment(rows.start, len(rows), length, torch.from_numpy(kv_slots), run, slot)
+        return self._table.segment(slot, rows, length)
 
     def write_slots(self, slot: int, start: int, count: int) -> np.ndarray:
         """KV slots of `count` tokens of a batch slot."""
-        return self._kv_slots[slot, start : start + count]
-
-    def _decode_groups(self, singles: list[tuple[int, int]]) -> list[DecodeGroup]:
-        """Gather (slot, row) pairs whose lengths differ at most by a factor of two, so that padding stays small."""
-        order = sorted(singles, key=lambda single: self._lengths[single[0]])
-        groups: list[DecodeGroup] = []
-        begin = 0
-        for end in range(1, len(order) + 1):
-            shortest = self._lengths[order[begin][0]] + 1
-            if end < len(order) and self._lengths[order[end][0]] + 1 <= 2 * shortest:
-                continue
-            members = sorted(order[begin:end], key=lambda single: single[1])
-            groups.append(self._decode_group([slot for slot, _ in members], [row for _, row in members]))
-            begin = end
-        return groups
-
-    def _decode_group(self, slots: list[int], rows: list[int]) -> DecodeGroup:
-        lengths = np.array([self._lengths[slot] + 1 for slot in slots])
-        longest = int(lengths.max())
-        kv_slots = self._kv_slots[slots, :longest]
-        mask = None
-        if int(lengths.min()) < longest:
-            seen = np.arange(longest) < lengths[:, None]
-            # Where a request has no token, its first one is read and masked: that slot was surely written.
-            kv_slots = np.where(seen, kv_slots, kv_slots[:, :1])
-            assert isinstance(self.kv, KVPool), "models with state never group decodes"
-            dtype = self.kv.keys[0].dtype
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-            mask = mask[:, None, None, :]
-        return DecodeGroup(torch.tensor(rows), torch.from_numpy(np.ascontiguousarray(kv_slots)), mask)
+        return self._table.slots[slot, start : start + count]

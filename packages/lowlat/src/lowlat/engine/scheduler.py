@@ -103,13 +103,14 @@ class Scheduler:
         if request.score is None:
             return None
         check_task(request.score, len(request.prompt_ids), request.sampling.max_tokens)
-        longest = max(request.score.items, default=0)
-        if self.cache.windows is not None and longest > self.chunk_tokens:
+        score = ScoreProgress(len(request.prompt_ids), request.score, self.chunk_tokens)
+        windows = self.cache.windows
+        if windows is not None and windows.needs(score.places, score.places - score.query) > windows.total:
             raise ValueError(
-                f"an item of {longest} tokens: beside other items in one sequence, this model takes items of at most "
-                f"{self.chunk_tokens} tokens (--chunk-tokens)"
+                f"an item of {max(request.score.items)} tokens is too long to stand in one sequence with others: the "
+                f"model's windows have room for {windows.total * windows.page_size} tokens; send it by itself"
             )
-        return ScoreProgress(len(request.prompt_ids), request.score, self.chunk_tokens)
+        return score
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request early; false when it is not live (any more)."""
@@ -254,7 +255,8 @@ class Scheduler:
         """Begin a lease for a waiting request; prompt tokens that are still to be scored cannot come from the cache."""
         reuse = active.scored >= active.prompt_tokens - 1
         tokens = active.tokens if active.score is None else active.tokens[: active.score.reusable]
-        return self.cache.begin(tokens, active.request.cache_salt, reuse=reuse)
+        reach = 0 if active.score is None else active.score.places - active.score.query
+        return self.cache.begin(tokens, active.request.cache_salt, reuse=reuse, reach=reach)
 
     def _decoding(self) -> list[ActiveRequest] | None:
         """Requests that get a decode row, each with a page for it; None to wait for a step in flight.

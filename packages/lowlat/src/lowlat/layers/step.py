@@ -1,7 +1,7 @@
 """What a model sees of a step: rows, where they stand, where they write, and what they may look at.
 
-Legend of shape suffixes: R rows, L tokens that a request's rows may see (its length after the step), T rows of a group
-of items, P tokens of a span, B items of a batch.
+Legend of shape suffixes: R rows, L tokens that a request's rows may see, T rows of a group of items, P tokens of a
+span, B items of a batch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 class Segment(msgspec.Struct):
     """Neighbouring rows of one request: `rows` query tokens from row `first` on, the last of its `length` tokens.
 
-    `slots_L` are the KV slots of all its tokens in order; `run` is the first of them when they are neighbours in
-    memory, -1 otherwise.
+    In a `windowed` step `length` counts the tokens that some of these rows see. `slots_L` are their KV slots in order;
+    `run` is the first of them when they are neighbours in memory, -1 otherwise.
     """
 
     first: int
@@ -88,3 +88,7 @@ class StepInputs(msgspec.Struct):
     sample_rows: torch.Tensor
     """Rows whose logits are wanted, in this order."""
     items: list[ItemGroup] = []
+    windowed: StepInputs | None = None
+    """The same rows for layers with a window: where they write there, and the tokens that some of their rows see. In
+    segments of several rows `paged_attention` masks what a row does not see. None: there are no such layers, or their
+    keys lie in the pages of the others."""

@@ -103,17 +103,25 @@ def prefill_rules(model: Model) -> PrefillRules:
 
 
 def make_cache(
-    model: Model, pages: int, page_size: int, states: int, device: torch.device, width: int = 1
+    model: Model,
+    pages: int,
+    page_size: int,
+    states: int,
+    device: torch.device,
+    width: int = 1,
+    window_pages: int = 0,
 ) -> ModelCache:
     """The model's own cache (its `make_cache(pages, page_size, states, width)`) where it has one, else keys and values.
 
-    `width`: most rows of a request in a decode step, which rings of state must have room for.
+    `width`: most rows of a request in a decode step, which rings of state must have room for. `window_pages`: pages
+    for layers with a window; 0: they have none of their own.
     """
     own = getattr(model, "make_cache", None)
     if own is not None:
         cache: ModelCache = own(pages, page_size, states, width)
         return cache
-    return KVPool(model.kv_layout(pages, page_size), device)
+    layout = msgspec.structs.replace(model.kv_layout(pages, page_size), window_pages=window_pages)
+    return KVPool(layout, device)
 
 
 ModelFactory = Callable[["Checkpoint", BuildContext, LoadProgress], Model]

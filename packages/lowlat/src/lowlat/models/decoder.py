@@ -173,8 +173,17 @@ class Decoder:
         self.head = build.platform.pack(head)
 
     def cache_groups(self) -> list[CacheGroup]:
-        """Keys and values of every token."""
-        return [CacheGroup(name="kv", bytes_per_entry=self.kv_layout(1, 1).bytes_per_token)]
+        """Keys and values: of every token, and of the last ones in layers with a window."""
+        layout = self.kv_layout(1, 1)
+        windowed, window = len(layout.window_layers), max(self.config.windows)
+        groups = []
+        if windowed < layout.layers:
+            size = (layout.layers - windowed) * layout.bytes_per_layer
+            groups.append(CacheGroup(name="kv", bytes_per_entry=size))
+        if windowed:
+            size = windowed * layout.bytes_per_layer
+            groups.append(CacheGroup(name="kv.window", bytes_per_entry=size, lifetime="window", window=window))
+        return groups
 
     def kv_layout(self, pages: int, page_size: int) -> KVLayout:
         """Layout of this rank's keys and values."""
@@ -185,6 +194,7 @@ class Decoder:
             page_size=page_size,
             pages=pages,
             dtype=str(self._dtype).removeprefix("torch."),
+            window_layers=frozenset(layer for layer, window in enumerate(self.config.windows) if window),
         )
 
     def forward(self, step: StepInputs, kv: KVPool) -> torch.Tensor:

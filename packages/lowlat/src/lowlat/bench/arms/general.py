@@ -18,6 +18,7 @@ from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.parallel.group import SingleRank
 
 _PAGE = 16
+_CHUNK = 512
 
 
 def _stored_bytes(spec: Any, checkpoint: Any) -> int | None:
@@ -46,6 +47,8 @@ class GeneralArm:
             max_batch=case.requests,
             max_context=min(case.shape.max_context, pages_each * _PAGE),
             kv_tokens=pages_each * _PAGE * case.requests,
+            # Window pages must last from the last chunk of the context to the last step.
+            chunk_tokens=_CHUNK + (pages_each + 1) * _PAGE - case.context,
             page_size=_PAGE,
             threads=torch.get_num_threads(),
             low_latency="off" if kernels is None else "require",
@@ -62,6 +65,7 @@ class GeneralArm:
         self.weight_bytes: int | None = None
         self._case = case
         self._step = 2
+        self._windows = parts.windows
         self._fill(pages_each)
         if kernels is not None:
             self._check_taken_over(parts.kernels.low, kernels)
@@ -87,12 +91,20 @@ class GeneralArm:
         """Compute the context of every request, in chunks as the scheduler would."""
         for slot in range(self._case.requests):
             begins = [(slot, GREEDY)]
-            pages = [(slot, 0, list(range(slot * pages_each, (slot + 1) * pages_each)))]
-            for start in range(0, self._case.context, 512):
-                end = min(start + 512, self._case.context)
+            owned = list(range(slot * pages_each, (slot + 1) * pages_each))
+            pages = [(slot, 0, owned)]
+            window = self._windows.begin([], 0) if self._windows is not None else None
+            for start in range(0, self._case.context, _CHUNK):
+                end = min(start + _CHUNK, self._case.context)
                 tokens = [(start + i) % (self._case.shape.vocab - 3) + 3 for i in range(end - start)]
                 chunk = PrefillChunk(slot, start, tokens, end == self._case.context)
-                self._run(StepPlan(self._step, begins, pages, [chunk], []))
+                plan = StepPlan(self._step, begins, pages, [chunk], [])
+                if self._windows is not None and window is not None:
+                    reached = end if end < self._case.context else pages_each * _PAGE
+                    self._windows.reserve(window, reached)
+                    entries = self._windows.slide(window, owned, start, reached)
+                    plan.windows = [(slot, *entries)] if entries is not None else []
+                self._run(plan)
                 begins, pages = [], []
 
     def rewind(self) -> None:
