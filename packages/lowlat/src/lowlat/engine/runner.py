@@ -48,7 +48,7 @@ class ModelRunner:
         window: int = 0,
     ) -> None:
         """`has_state`: the model keeps state for a request, and sees every request's rows as a segment of its own.
-        `window`: tokens that rows see in layers with a window, their own included; 0: those have no pages of their own."""
+        `window`: tokens that a row sees in layers with a window, its own too; 0: those have no pages of their own."""
         self.model = model
         self.kv = kv
         self._communicator = communicator
