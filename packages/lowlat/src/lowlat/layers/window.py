@@ -15,8 +15,8 @@ def within_window(step: StepInputs, window: int) -> StepInputs:
     """The step without the tokens that none of its rows sees through a window of `window` tokens, its own included.
 
     That is the `windowed` step where there is one; else these layers' keys lie in the pages of the others. Computed
-    once a step for all layers of that window. In segments of several rows the earlier rows still see too little or too much
-    by a token each: `paged_attention` masks them by its own `window`.
+    once a step for all layers of that window. In segments of several rows the earlier rows still see too little or too
+    much by a token each: `paged_attention` masks them by its own `window`.
     """
     if step.windowed is not None:
         return step.windowed
