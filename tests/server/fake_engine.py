@@ -31,6 +31,7 @@ class Script(msgspec.Struct, kw_only=True):
     eos_id: int = 256
     vocab_size: int = 260
     max_context: int = 128
+    item_tokens: int = 100
     start_s: float = 0.0
     fail_start: str | None = None
     cached_tokens: int = 0
@@ -89,6 +90,7 @@ class FakeEngine:
                 page_size=16,
                 kernels=None,
                 ready_s=script.start_s,
+                item_tokens=script.item_tokens,
             )
         )
         beat = 0.0
@@ -194,6 +196,7 @@ class FakeEngine:
                 cached_tokens=script.cached_tokens,
                 prompt_logprobs=prompt_logprobs,
                 queue_s=live.queue_s,
+                scores=fake_scores(request),
             )
         )
         if finish:
@@ -213,6 +216,16 @@ class FakeEngine:
         if count > 1:
             values[-1] = -math.inf
         return TokenLogprobs(-0.25, 1, ids, values)
+
+
+def fake_scores(request: GenerateRequest) -> list[list[float]] | None:
+    """The log-probability of a label depends on it and on the token that is read, whose row comes from the task."""
+    task = request.score
+    if task is None:
+        return None
+    labels = task.labels * len(task.rows) if len(task.labels) == 1 else task.labels
+    tokens = [request.prompt_ids[row] for row in task.rows]
+    return [[-(label + 1) / 100 - token / 1000 for label in ids] for token, ids in zip(tokens, labels, strict=True)]
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,8 @@ from lowlat.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from lowlat.engine.score_waves import Readings, ScoreWaves
+from lowlat.engine.scoring import Preference, ScoreInput, ScoreLimits, check_input, choose_mode, plan_score, score_of
 from lowlat.text.chat import ChatTemplateError
 from lowlat.text.output import Delta, OutputAssembler, TokenLogprob
 
@@ -129,7 +131,7 @@ class Engine:
             for _ in self._drive(runs):
                 pass
         except BaseException:
-            self._abandon(runs)
+            self._abandon(run.request.id for run in runs)
             raise
         generations = [run.generation() for run in runs]
         return generations[0] if single else generations
@@ -148,7 +150,7 @@ class Engine:
             for _, delta in self._drive([run]):
                 yield delta
         finally:
-            self._abandon([run])
+            self._abandon([run.request.id])
 
     def chat(
         self,
@@ -162,6 +164,68 @@ class Engine:
         generation = self.generate(self.chat_ids(messages), sampling, stop=stop, session=session)
         assert isinstance(generation, Generation)
         return generation
+
+    def score(
+        self,
+        query: Prompt,
+        items: Sequence[Prompt],
+        label_token_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        apply_softmax: bool = False,
+        temperature: float = 1.0,
+        item_first: bool = False,
+        mode: Preference = "auto",
+    ) -> list[list[float]]:
+        """Probabilities of label tokens right after `query` and each of `items`, without generation: [items][labels].
+
+        `label_token_ids` is one list for all items, or a list for each. With `apply_softmax` the shares among an
+        item's labels, of log-probabilities divided by `temperature`; without it the probabilities in the whole
+        vocabulary. `mode` never changes a score (see `lowlat.engine.scoring`). Special tokens that begin a prompt are
+        added to texts where the prompt begins.
+
+        >>> engine.score("Is water wet? Answer:", [" yes", " no"], label_token_ids=[198, 13])  # doctest: +SKIP
+
+        Raises:
+            ValueError: no labels, or not a list of them for each item; ids outside the vocabulary; too many tokens.
+        """
+        nested = len(label_token_ids) > 0 and not isinstance(label_token_ids[0], int)
+        labels: list[list[int]] = [list(ids) for ids in (label_token_ids if nested else [label_token_ids])]  # type: ignore
+        asked = ScoreInput(
+            query=self._ids(query, not item_first),
+            items=[self._ids(item, item_first) for item in items],
+            labels=labels,
+            item_first=item_first,
+        )
+        check_input(asked, nested, self.facts.vocab_size, self.facts.max_context)
+        readings = self._score(asked, mode)
+        return [score_of(places[0], apply_softmax, temperature) for places in readings]
+
+    def _score(self, asked: ScoreInput, mode: Preference) -> Readings:
+        limits = ScoreLimits(
+            max_context=self.facts.max_context,
+            max_batch=self.config.max_batch,
+            page_size=self.facts.page_size,
+            chunk_tokens=self.config.chunk_tokens,
+            item_tokens=self.facts.item_tokens,
+        )
+        plan = plan_score(asked, choose_mode(asked, limits, mode), limits)
+        waves = ScoreWaves(plan, f"score-{next(self._numbers)}", len(asked.items), arrival=time.monotonic())
+        try:
+            while requests := waves.next_wave():
+                for request in requests:
+                    self._core.submit(request)
+                while waves.open:
+                    for output in self._core.turn():
+                        if output.error is not None:
+                            raise RuntimeError(output.error)
+                        waves.take(output)
+        except BaseException:
+            self._abandon(waves.open)
+            raise
+        return waves.readings
+
+    def _ids(self, prompt: Prompt, special: bool) -> list[int]:
+        return self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else [int(token) for token in prompt]
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a chat, up to where the answer begins."""
@@ -254,10 +318,10 @@ class Engine:
                         self._core.abort(output.id, FinishReason.STOP)
                 yield run, delta
 
-    def _abandon(self, runs: list[_Run]) -> None:
+    def _abandon(self, ids: Iterable[str]) -> None:
         """Cancel what has not ended, and let the engine come to rest."""
-        for run in runs:
-            self._core.abort(run.request.id)
+        for id in list(ids):
+            self._core.abort(id)
         with contextlib.suppress(ExecutorError):  # it was raised to the caller already
             while self._core.has_work:
                 self._core.turn()

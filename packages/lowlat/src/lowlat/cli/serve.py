@@ -108,6 +108,18 @@ def serve(
     max_prompts: Annotated[
         int, typer.Option("--max-prompts", rich_help_panel=_LIMITS, min=1, help="Most prompts in one request.")
     ] = 64,
+    max_score_items: Annotated[
+        int, typer.Option("--max-score-items", rich_help_panel=_LIMITS, min=1, help="Most items of a scoring request.")
+    ] = 4096,
+    score_mode: Annotated[
+        Literal["auto", "sis", "mis"],
+        typer.Option(
+            "--score-mode",
+            rich_help_panel=_HTTP,
+            help="Scoring requests that leave it open: one sequence an item (sis), all items in one (mis), or the "
+            "cheaper way (auto). Scores are the same.",
+        ),
+    ] = "auto",
     max_connections: Annotated[
         int, typer.Option("--max-connections", rich_help_panel=_LIMITS, min=1, help="Open connections; more get a 503.")
     ] = 4096,
@@ -172,6 +184,8 @@ def serve(
             max_body_bytes=int(max_body_mib * 2**20),
             max_n=max_n,
             max_prompts=max_prompts,
+            max_score_items=max_score_items,
+            score_mode=score_mode,
             max_connections=max_connections,
             drain_s=drain_seconds,
             start_wait_s=start_wait_seconds,

@@ -51,6 +51,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     kv_tokens: int
     eos_ids: tuple[int, ...]
     kernels: str | None
+    item_tokens: int
+    """Most tokens of an item beside others in one sequence; 0: the model has no such sequences."""
 
 
 class RankParts(msgspec.Struct):
@@ -196,6 +198,7 @@ def build_rank(
         kv_tokens=pages * page_size,
         eos_ids=eos_ids(checkpoint),
         kernels=kernels.active,
+        item_tokens=_item_tokens(model, groups, config.chunk_tokens, max_context),
     )
     snapshots = Snapshots(config.max_batch, kept) if kept else None
     windows = WindowPages(window_pages, page_size, window, span) if window else None
@@ -243,6 +246,13 @@ def _rules(config: EngineConfig, model: Model) -> PrefillRules:
             f"this model; use {rules.last_chunk} or more"
         )
     return rules
+
+
+def _item_tokens(model: Model, groups: list[CacheGroup], chunk_tokens: int, max_context: int) -> int:
+    """Most tokens of an item in one sequence with others; what a window reaches must lie in one chunk of them."""
+    if state_bytes(groups) or not getattr(model, "sees_items", False):
+        return 0
+    return chunk_tokens if any(group.lifetime == "window" for group in groups) else max_context
 
 
 def _threads(ranks: int) -> int:

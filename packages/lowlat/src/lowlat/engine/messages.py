@@ -62,6 +62,8 @@ class Ready(msgspec.Struct, tag="ready"):
     """Name of the active kernel library, or None for the general path."""
     ready_s: float
     """Seconds from process start to this message."""
+    item_tokens: int = 0
+    """Most tokens of an item beside others in one sequence (`ScoreTask.items`); 0: the model has no such sequences."""
 
 
 class Outputs(msgspec.Struct, tag="outputs"):

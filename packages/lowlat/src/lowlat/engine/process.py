@@ -219,6 +219,7 @@ def _ready(facts: EngineFacts) -> Ready:
         page_size=facts.page_size,
         kernels=facts.kernels,
         ready_s=time.monotonic() - _STARTED,
+        item_tokens=facts.item_tokens,
     )
 
 

@@ -5,6 +5,8 @@ Legend of shape suffixes: M samples of a step, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from lowlat.engine.batch import SlotSampling
@@ -183,6 +185,8 @@ def token_logprobs(logits_V: torch.Tensor, token: int, count: int) -> TokenLogpr
 def label_logprobs(logits_MV: torch.Tensor, labels: list[list[int]]) -> list[list[float]]:
     """Log-probabilities of each row's own labels, [len(labels)][len(row)]."""
     total_M = logits_MV.logsumexp(-1).tolist()
+    if any(map(math.isnan, total_M)):
+        raise BadLogitsError("a row to score has logits that are not numbers")
     flat = [(row, label) for row, ids in enumerate(labels) for label in ids]
     picked = iter(logits_MV[[row for row, _ in flat], [label for _, label in flat]].tolist())
     return [[next(picked) - total for _ in ids] for total, ids in zip(total_M, labels, strict=True)]

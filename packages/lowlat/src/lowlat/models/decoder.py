@@ -149,6 +149,9 @@ class DecoderLayer:
 class Decoder:
     """A decoder of one family, on one rank of a tensor-parallel group."""
 
+    sees_items = True
+    """Its attention heeds `StepInputs.items`."""
+
     def __init__(
         self,
         checkpoint: Checkpoint,

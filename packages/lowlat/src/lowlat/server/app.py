@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lowlat.server import admin, cancel, chat, completions, health, info, models, sessions, tokenize
+from lowlat.server import admin, cancel, chat, completions, health, info, models, score, sessions, tokenize
 from lowlat.server.errors import ApiError, unexpected
 from lowlat.server.gate import Gate
 from lowlat.server.openapi import describe
@@ -25,6 +25,7 @@ def create_app(state: ServerState) -> ASGIApp:
         completions.router,
         chat.router,
         tokenize.router,
+        score.router,
         models.router,
         info.router,
         cancel.router,

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from lowlat.server.errors import ApiError, bad_field
-from lowlat.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions, Unsupported
+from lowlat.server.requests import ChatRequest, CompletionRequest
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 Form = TypeVar("Form", bound=msgspec.Struct)
@@ -72,6 +72,7 @@ def decode_struct(data: bytes, form: type[Form]) -> Form:
         raise ApiError(400, "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _explain_malformed(data, str(error)) from None
+    _refuse_unsupported(body, "")
     for number, message in enumerate(getattr(body, "messages", None) or []):
         _refuse_unsupported(message, f"messages[{number}].")
     return body
@@ -84,7 +85,6 @@ def decode_body(data: bytes, form: type[Body]) -> Body:
         ApiError: 400, as `decode_struct`.
     """
     body = decode_struct(data, form)
-    _refuse_unsupported(body, "")
     if body.stream_options is not None:
         _refuse_unsupported(body.stream_options, "stream_options.")
         if not body.stream:
@@ -146,7 +146,7 @@ def _no_ops(form: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _refuse_unsupported(body: Unsupported | StreamOptions | Message, prefix: str) -> None:
+def _refuse_unsupported(body: msgspec.Struct, prefix: str) -> None:
     for name, accepted in _no_ops(type(body)).items():
         value = getattr(body, name)
         if value is not None and not any(_same(value, harmless) for harmless in accepted):

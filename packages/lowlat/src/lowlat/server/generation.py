@@ -87,6 +87,10 @@ class Generation:
         ]
         self._by_id = {choice.engine_id: choice for choice in self.choices}
 
+    @property
+    def sequences(self) -> int:
+        return len(self.choices)
+
     def submit(self) -> None:
         """Send all sequences to the engine.
 

@@ -15,7 +15,7 @@ from lowlat.engine.client import EngineClient
 
 if TYPE_CHECKING:
     from lowlat.server.answers import Timings, Usage
-    from lowlat.server.generation import Generation
+    from lowlat.server.live import LiveRequest
 
 _SHORT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
 _LONG = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -55,7 +55,7 @@ class FrontMetrics:
         self.gap = Histogram(_SHORT)
         self.total = Histogram(_LONG)
 
-    def request_ended(self, generation: Generation, usage: Usage, timings: Timings) -> None:
+    def request_ended(self, generation: LiveRequest, usage: Usage, timings: Timings) -> None:
         """Aborted requests count in every series for as far as they came: a request without a first token has none."""
         self.outcomes.update(generation.finish_reasons)
         self.completion_tokens += usage.completion_tokens
@@ -70,7 +70,7 @@ class FrontMetrics:
 class ServerCollector(Collector):
     """Reads the engine's latest stats and the front's counts when Prometheus asks."""
 
-    def __init__(self, engine: EngineClient, front: FrontMetrics, open_requests: dict[str, Generation]) -> None:
+    def __init__(self, engine: EngineClient, front: FrontMetrics, open_requests: dict[str, LiveRequest]) -> None:
         self._engine = engine
         self._front = front
         self._open = open_requests

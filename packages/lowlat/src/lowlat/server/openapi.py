@@ -14,6 +14,7 @@ from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
 from lowlat.server.info import Info
 from lowlat.server.requests import ChatRequest, CompletionRequest
+from lowlat.server.score_requests import ScoreAnswer, ScoreRequest
 from lowlat.server.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from lowlat_plugin import Report
 
@@ -21,6 +22,7 @@ _BODIES: dict[str, type] = {
     "create_completion": CompletionRequest,
     "create_chat_completion": ChatRequest,
     "tokenize": TokenizeRequest,
+    "create_score": ScoreRequest,
     "detokenize": DetokenizeRequest,
     "set_low_latency": LowLatencySwitch,
 }
@@ -28,6 +30,7 @@ _ANSWERS: dict[str, type] = {
     "create_completion": Completion,
     "create_chat_completion": ChatCompletion,
     "tokenize": Tokenized,
+    "create_score": ScoreAnswer,
     "detokenize": Detokenized,
     "list_models": ModelList,
     "get_model": Model,
@@ -42,6 +45,7 @@ _ANSWERS: dict[str, type] = {
 _REFUSALS = {
     "create_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "create_chat_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "create_score": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "tokenize": (400, 401, 403, 404, 408, 413, 503),
     "detokenize": (400, 401, 403, 404, 408, 413, 503),
     "list_models": (400, 401, 403, 503),

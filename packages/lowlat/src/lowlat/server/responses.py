@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lowlat.server.errors import ApiError
-from lowlat.server.generation import Generation
+from lowlat.server.live import LiveRequest
 
 SEND_TIMEOUT_S = 60.0
 """Seconds after which a client that does not read its stream is cut off."""
@@ -26,9 +26,9 @@ class AnswerResponse(Response):
 
     def __init__(
         self,
-        generation: Generation,
+        generation: LiveRequest,
         chunks: AsyncIterator[bytes],
-        release: Callable[[Generation], None],
+        release: Callable[[LiveRequest], None],
         *,
         streamed: bool,
     ) -> None:

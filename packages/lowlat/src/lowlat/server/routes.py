@@ -38,16 +38,16 @@ async def call_engine(request: Request, name: str, arguments: dict[str, Value]) 
         raise ApiError(501, str(error), type="server_error") from None
 
 
-def request_id_of(request: Request, body: GenerationFields) -> str | None:
+def request_id_of(request: Request, chosen: str | None) -> str | None:
     """The id that the client chose, in the body or as `X-Request-Id`; None: it chose none.
 
     Raises:
         ApiError: 400; both are given and differ.
     """
     header: str | None = request.scope.get("lowlat_request_id")
-    if body.request_id is not None and header is not None and body.request_id != header:
+    if chosen is not None and header is not None and chosen != header:
         raise bad_field("request_id", "differs from the X-Request-Id header; send one of them")
-    return body.request_id or header
+    return chosen or header
 
 
 def answer(
@@ -60,7 +60,7 @@ def answer(
 ) -> AnswerResponse:
     """Submit the plan and return the response that sends what comes of it."""
     state = state_of(request)
-    generation: Generation = state.submit(request_id_of(request, body), plan, model.text, arrival)
+    generation: Generation = state.submit(request_id_of(request, body.request_id), plan, model.text, arrival)
     words = writer(generation, model.text.name, int(time.time()))
     if body.stream:
         options = body.stream_options

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lowlat.engine.scoring import Preference
+
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and addresses of the front. Every limit is documented in docs/http-api.md."""
@@ -26,6 +28,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most choices (`n`) of a prompt."""
     max_prompts: int = 64
     """Most prompts in one completion request."""
+    max_score_items: int = 4096
+    """Most items in one scoring request."""
+    score_mode: Preference = "auto"
+    """How requests are scored that leave it open: `sis`, `mis` where possible, or `auto`, the cheaper one."""
     start_wait_s: float = 30.0
     """Seconds that a request waits for an engine that is starting or restarting, before a 503."""
     drain_s: float = 30.0

@@ -7,6 +7,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -15,10 +16,13 @@ from lowlat.engine.messages import Ready
 from lowlat.logs import log_event
 from lowlat.server.errors import ApiError, bad_field, unavailable
 from lowlat.server.generation import Generation
+from lowlat.server.live import LiveRequest
 from lowlat.server.metrics import FrontMetrics
 from lowlat.server.plan import Plan
 from lowlat.server.settings import ServerSettings
 from lowlat.server.text_model import TextModel
+
+Live = TypeVar("Live", bound=LiveRequest)
 
 
 class ReadyModel(msgspec.Struct, frozen=True):
@@ -37,7 +41,7 @@ class ServerState:
         self.settings = settings
         self.engine = engine
         self.metrics = FrontMetrics()
-        self.live: dict[str, Generation] = {}
+        self.live: dict[str, LiveRequest] = {}
         """Requests by public id, from admission to their last byte."""
         self.draining = False
         self.created = int(time.time())
@@ -105,7 +109,23 @@ class ServerState:
         Raises:
             ApiError: 409 when a live request has the same id; 429, 503 as `check_room`.
         """
-        sequences = len(plan.prompts) * plan.n
+
+        def start(id: str, serial: int) -> Generation:
+            generation = Generation(id, plan, text.tokenizer, self.engine, arrival, serial)
+            try:
+                generation.submit()
+            except EngineUnavailableError as error:
+                raise unavailable(str(error)) from None
+            return generation
+
+        return self.admit(request_id, len(plan.prompts) * plan.n, start)
+
+    def admit(self, request_id: str | None, sequences: int, start: Callable[[str, int], Live]) -> Live:
+        """Let a request in that `start` makes of its public id and a serial number; `release` must follow.
+
+        Raises:
+            ApiError: 409 when a live request has the same id; 429, 503 as `check_room`.
+        """
         self.check_room(sequences)
         if request_id is None:
             request_id = uuid.uuid4().hex
@@ -116,29 +136,25 @@ class ServerState:
                 param="request_id",
                 code="duplicate_request_id",
             )
-        generation = Generation(request_id, plan, text.tokenizer, self.engine, arrival, next(self._serial))
-        try:
-            generation.submit()
-        except EngineUnavailableError as error:
-            raise unavailable(str(error)) from None
-        self.live[request_id] = generation
-        self._sequences += sequences
-        return generation
+        live = start(request_id, next(self._serial))
+        self.live[request_id] = live
+        self._sequences += live.sequences
+        return live
 
-    def release(self, generation: Generation) -> None:
+    def release(self, generation: LiveRequest) -> None:
         """The request's answer is through, or nobody waits for it: cancel what still runs, count, log."""
         if self.live.get(generation.public_id) is not generation:
             return
         generation.cancel()
         del self.live[generation.public_id]
-        self._sequences -= len(generation.choices)
+        self._sequences -= generation.sequences
         usage, timings = generation.usage(), generation.timings()
         self.metrics.request_ended(generation, usage, timings)
         log_event(
             "request",
             request_id=generation.public_id,
             finish=",".join(sorted(set(generation.finish_reasons))),
-            choices=len(generation.choices),
+            choices=generation.sequences,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             completion_tokens=usage.completion_tokens,

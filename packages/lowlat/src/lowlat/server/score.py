@@ -1,0 +1,103 @@
+"""`POST /v1/score`: probabilities of named tokens behind query and item, without generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from lowlat.engine.score_client import score_limits
+from lowlat.engine.score_waves import Readings
+from lowlat.engine.scoring import Mode, ScoreInput, ScorePlan, can_mis, choose_mode, plan_score, score_of
+from lowlat.server import plan as plans
+from lowlat.server.bodies import decode_struct, read_body
+from lowlat.server.errors import bad_field
+from lowlat.server.responses import AnswerResponse
+from lowlat.server.routes import request_id_of, state_of
+from lowlat.server.score_requests import (
+    ScoreAnswer,
+    ScoreFields,
+    ScoreRequest,
+    Values,
+    check_temperature,
+    score_input,
+)
+from lowlat.server.score_run import ScoreRun
+from lowlat.server.state import ReadyModel
+from lowlat.text.output import finite_logprob
+
+router = APIRouter()
+
+
+@router.post("/v1/score", operation_id="create_score", summary="Probabilities of labels behind query and items")
+async def create_score(request: Request) -> Response:
+    arrival = time.monotonic()
+    state = state_of(request)
+    settings = state.settings
+    body = decode_struct(await read_body(request, settings.max_body_bytes, settings.body_timeout_s), ScoreRequest)
+    temperature = check_temperature(body)
+    state.check_room(0)
+    model = await state.model()
+    plans.check_model(body.model, model.text.name, model.text.path)
+    asked = await score_input(body, model, settings.max_score_items)
+    run = submit_score(request, body, asked, model, arrival)
+
+    async def answer() -> AsyncIterator[bytes]:
+        readings = await run.run()
+        wanted = bool(body.apply_softmax)
+        scores = [[score_of(reading, wanted, temperature) for reading in item] for item in readings]
+        logprobs = [[list(map(finite_logprob, reading)) for reading in item] for item in readings]
+        nested = asked.extraction is not None
+        yield msgspec.json.encode(
+            ScoreAnswer(
+                id=f"score-{run.public_id}",
+                created=int(time.time()),
+                model=model.text.name,
+                scores=_by_item(scores, nested),
+                token_logprobs=_by_item(logprobs, nested) if body.return_token_logprobs else None,
+                mode=run.mode,
+                usage=run.usage(),
+                timings=run.timings(),
+            )
+        )
+
+    return AnswerResponse(run, answer(), state.release, streamed=False)
+
+
+def submit_score(request: Request, body: ScoreFields, asked: ScoreInput, model: ReadyModel, arrival: float) -> ScoreRun:
+    """Admit a scoring request; its sequences start when it is run.
+
+    Raises:
+        ApiError: 400 where `mode` asks for what the model cannot; 409, 429, 503 as `ServerState.admit`.
+    """
+    state = state_of(request)
+    plan = _plan(body, asked, model, request)
+    fields = {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+    return state.admit(
+        request_id_of(request, body.request_id),
+        plan.most,
+        lambda id, serial: ScoreRun(id, plan, len(asked.items), state.engine, arrival, serial, **fields),
+    )
+
+
+def _plan(body: ScoreFields, asked: ScoreInput, model: ReadyModel, request: Request) -> ScorePlan:
+    state = state_of(request)
+    limits = score_limits(state.engine.config, model.engine)
+    wanted = body.mode or "auto"
+    mode: Mode
+    if wanted == "mis":
+        if (why := can_mis(asked, limits)) is not None:
+            raise bad_field("mode", f"mis: {why}; send sis or auto", code="unsupported")
+        mode = "mis"
+    elif wanted == "auto":
+        mode = choose_mode(asked, limits, state.settings.score_mode)
+    else:
+        mode = "sis"
+    return plan_score(asked, mode, limits)
+
+
+def _by_item(readings: Readings, nested: bool) -> Values:
+    """By item and label; with an extraction token, by place in between."""
+    return [list(places) if nested else list(places[0]) for places in readings]
