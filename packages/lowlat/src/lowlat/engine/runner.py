@@ -207,7 +207,7 @@ class ModelRunner:
                 self._window_table.begin(slot)
         for slot, first, pages in plan.pages:
             self._table.update(slot, first, pages)
-        for slot, first, pages in plan.windows:
+        for slot, first, pages in plan.windows if self._window else ():
             self._window_table.update(slot, first, pages)
 
     def _inputs(self, plan: StepPlan, guesses: list[list[int]]) -> StepInputs:
