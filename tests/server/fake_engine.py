@@ -146,7 +146,10 @@ class FakeEngine:
                     self.stats.aborted += command.reason == "abort"
                     self.outputs.append(RequestOutput(command.id, [], finish_reason=FinishReason.ABORT))
             elif isinstance(command, m.Call):
-                if command.name == "echo":
+                if command.name == "grammar":
+                    text = str(command.arguments["text"])
+                    self.send(m.Reply(command.number, {"error": "broken" if "(" in text else None, "busy": False}))
+                elif command.name == "echo":
                     self.send(m.Reply(command.number, dict(command.arguments)))
                 else:
                     self.send(m.Reply(command.number, error=f"no call named {command.name}"))

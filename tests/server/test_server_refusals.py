@@ -3,14 +3,17 @@
 import json
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_kit import byte_text_model, live_server
 
 from lowlat.engine.request import SamplingParams
+from lowlat.grammars.grammar import Grammar
 from lowlat.server.bodies import decode_body
 from lowlat.server.errors import ApiError
+from lowlat.server.grammar_fields import grammar_of
 from lowlat.server.plan import GREEDY_BELOW, derived_seed, sampling_params
 from lowlat.server.requests import ChatRequest, CompletionRequest, Unsupported
 
@@ -77,7 +80,6 @@ def refuse(live, path, body, status=400):
         ("prompt_logprobs", 21),
         ("prompt_logprobs", True),
         ("skip_special_tokens", 1),
-        ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("echo", 0),
         ("presence_penalty", False),
@@ -182,6 +184,70 @@ def test_a_bad_chat_is_named(live, body, param):
 )
 def test_what_is_not_json_is_refused(live, body):
     refuse(live, "/v1/completions", body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+            "response_format.json_schema.name",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json"),
+        ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "root ::= (a"}}, "structured_outputs.grammar"),
+    ],
+)
+def test_a_bad_grammar_is_named(live, fields, param):
+    for path, body in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": USER})):
+        error = refuse(live, path, {**body, **fields})
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"b": 1}}}},
+            "json_schema",
+            '{"b":1}',
+        ),
+        ({"structured_outputs": {"json": '{"b":1}'}}, "json_schema", '{"b":1}'),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, "json_object", ""),
+        ({"structured_outputs": {"regex": "[a-c]+"}}, "regex", "[a-c]+"),
+        ({"structured_outputs": {"choice": ["b", "a"]}}, "choice", '["b","a"]'),
+        ({"structured_outputs": {"grammar": "root ::= a"}}, "ebnf", "root ::= a"),
+        ({"guided_json": {"b": 1}}, "json_schema", '{"b":1}'),
+        ({"guided_regex": "a"}, "regex", "a"),
+        ({"guided_choice": ["a"]}, "choice", '["a"]'),
+        ({"guided_grammar": "root ::= a"}, "ebnf", "root ::= a"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            "structural_tag",
+            '{"type":"structural_tag","format":{"type":"any_text"}}',
+        ),
+    ],
+)
+def test_each_spelling_of_a_grammar_is_the_grammar_it_says(fields, kind, text):
+    body = decode_body(msgspec.json.encode({"prompt": "a", **fields}), CompletionRequest)
+    assert grammar_of(body)[1] == Grammar(kind, text)
+
+
+def test_a_grammar_without_the_library_names_the_cure(live, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    error = refuse(live, "/v1/completions", {"prompt": "a", "guided_regex": "not seen before"})
+    assert error["param"] == "guided_regex"
+    assert "pip install" in error["message"]
 
 
 def test_harmless_fields_and_values_that_ask_for_nothing_pass(live):

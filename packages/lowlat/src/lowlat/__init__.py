@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowlat.engine.config import EngineConfig
     from lowlat.engine.request import SamplingParams
+    from lowlat.grammars.grammar import Grammar
     from lowlat.offline import Engine, Session
 
 try:
@@ -18,11 +19,12 @@ try:
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "Session", "__version__"]
+__all__ = ["Engine", "EngineConfig", "Grammar", "SamplingParams", "Session", "__version__"]
 
 _HOMES = {
     "Engine": "lowlat.offline",
     "EngineConfig": "lowlat.engine.config",
+    "Grammar": "lowlat.grammars.grammar",
     "SamplingParams": "lowlat.engine.request",
     "Session": "lowlat.offline",
 }

@@ -291,7 +291,7 @@ class Engine:
             stop=stop,
             min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs is not None,
-            continues=isinstance(prompt, str),
+            continues=isinstance(prompt, str) or sampling.grammar is not None,
         )
         self._core.submit(request)
         return _Run(request, assembler)

@@ -12,6 +12,8 @@ from lowlat.engine.scheduler import Scheduler
 if TYPE_CHECKING:
     from lowlat_plugin import LowLatency
 
+NO_GRAMMARS = "grammars are not followed with --spec-simulate-acceptance, whose answers mean nothing"
+
 
 class EngineCore:
     """Joins a scheduler and an executor; single-threaded, driven by calls of `turn`.
@@ -40,7 +42,7 @@ class EngineCore:
         if request.sampling.grammar is None:
             self.scheduler.add(request)
         elif self.grammars is None:
-            raise ValueError("grammar: not followed with --spec-simulate-acceptance, whose answers mean nothing")
+            raise ValueError(f"grammar: {NO_GRAMMARS}")
         else:
             self.grammars.add(request)
 

@@ -19,7 +19,7 @@ class GrammarGate:
         self._pool = pool
         self._eos_ids = eos_ids
         self._requests: dict[str, tuple[GenerateRequest, GrammarProcess]] = {}
-        self._questions: list[tuple[GrammarProcess, Callable[[str | None], None]]] = []
+        self._questions: list[tuple[GrammarProcess, Callable[[GrammarError | None], None]]] = []
         self._outputs: list[RequestOutput] = []
 
     @property
@@ -27,12 +27,12 @@ class GrammarGate:
         """Whether `turn` has anything to do."""
         return bool(self._requests or self._questions or self._outputs)
 
-    def ask(self, grammar: Grammar, answer: Callable[[str | None], None]) -> None:
+    def ask(self, grammar: Grammar, answer: Callable[[GrammarError | None], None]) -> None:
         """Call `answer` with the reason why a grammar cannot be used, or None, now or in a later `turn`."""
         try:
             self._questions.append((self._pool.use(grammar), answer))
         except GrammarError as error:
-            answer(str(error))
+            answer(error)
 
     def add(self, request: GenerateRequest) -> None:
         """Hold a request until its grammar has compiled. Raises `ValueError` when its id or grammar is of no use."""
@@ -62,7 +62,7 @@ class GrammarGate:
         for process, answer in [question for question in self._questions if question[0].settled]:
             self._questions.remove((process, answer))
             self._pool.release(process)
-            answer(process.error)
+            answer(None if process.error is None else GrammarError(process.error))
         for request, process in [held for held in self._requests.values() if held[1].settled]:
             del self._requests[request.id]
             self._begin(request, process, start)

@@ -22,7 +22,7 @@ import zmq  # noqa: E402
 
 from lowlat.engine.build import EngineFacts, SetupError, build_engine  # noqa: E402
 from lowlat.engine.config import EngineConfig  # noqa: E402
-from lowlat.engine.core import EngineCore  # noqa: E402
+from lowlat.engine.core import NO_GRAMMARS, EngineCore  # noqa: E402
 from lowlat.engine.executor import ExecutorError  # noqa: E402
 from lowlat.engine.messages import (  # noqa: E402
     Abort,
@@ -41,7 +41,7 @@ from lowlat.engine.messages import (  # noqa: E402
     encode,
 )
 from lowlat.engine.request import FinishReason, RequestOutput  # noqa: E402
-from lowlat.grammars.grammar import Grammar  # noqa: E402
+from lowlat.grammars.grammar import Grammar, GrammarError, GrammarsBusyError  # noqa: E402
 from lowlat.logs import set_up_logging  # noqa: E402
 from lowlat.models.config import UnsupportedModelError  # noqa: E402
 from lowlat.models.loading.errors import CheckpointError  # noqa: E402
@@ -118,11 +118,14 @@ class EngineLoop:
         """Whether a grammar can be followed; answered when that is known, perhaps some steps later."""
         grammar = msgspec.convert([command.arguments["kind"], command.arguments["text"]], Grammar)
 
-        def answer(error: str | None) -> None:
-            self._send(Reply(command.number, {"error": error}))
+        def answer(error: GrammarError | None) -> None:
+            text = None if error is None else str(error)
+            self._send(Reply(command.number, {"error": text, "busy": isinstance(error, GrammarsBusyError)}))
 
-        assert self._core.grammars is not None
-        self._core.grammars.ask(grammar, answer)
+        if self._core.grammars is None:
+            self._send(Reply(command.number, error=NO_GRAMMARS))
+        else:
+            self._core.grammars.ask(grammar, answer)
 
     def _call(self, command: Call) -> Reply:
         if command.name == "end-session":

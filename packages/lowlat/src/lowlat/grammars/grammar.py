@@ -17,6 +17,10 @@ class GrammarError(ValueError):
     """A grammar cannot be used; the message says why, and what helps."""
 
 
+class GrammarsBusyError(GrammarError):
+    """Too many grammars wait to be compiled."""
+
+
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """What an answer must look like. Raises nothing by itself: that it compiles is found out by the engine.
 

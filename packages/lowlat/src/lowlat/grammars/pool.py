@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from lowlat.grammars.grammar import Grammar, GrammarError, check_installed
+from lowlat.grammars.grammar import Grammar, GrammarError, GrammarsBusyError, check_installed
 from lowlat.grammars.worker import ERROR, Setup
 from lowlat.text.tokenizer import Tokenizer
 
@@ -103,7 +103,7 @@ class GrammarPool:
                     f"{size} bytes are more than the limit of {self._limits.max_bytes} (--grammar-bytes)"
                 )
             if len(self._queue) >= _MOST_WAITING:
-                raise GrammarError(f"{_MOST_WAITING} grammars wait to be compiled; try again later")
+                raise GrammarsBusyError(f"{_MOST_WAITING} grammars wait to be compiled; try again later")
             process = GrammarProcess(grammar)
             self._queue.append(process)
         self._processes[grammar] = process

@@ -46,4 +46,4 @@ async def create_chat_completion(request: Request) -> Response:
         continues=False,
     )
     plan = read_tools(plan, tools, model.text)
-    return answer(request, body, plan, model, ChatWriter, arrival)
+    return await answer(request, body, plan, model, ChatWriter, arrival)

@@ -54,4 +54,4 @@ async def create_completion(request: Request) -> Response:
         continues=True,
         echo=bool(body.echo),
     )
-    return answer(request, body, plan, model, CompletionWriter, arrival)
+    return await answer(request, body, plan, model, CompletionWriter, arrival)

@@ -10,6 +10,7 @@ import msgspec
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.request import SamplingParams
 from lowlat.server.errors import ApiError, bad_field
+from lowlat.server.grammar_fields import grammar_of
 from lowlat.server.requests import ChatRequest, CompletionRequest, GenerationFields
 from lowlat.text.tool_calls.formats import Reading
 
@@ -34,11 +35,13 @@ class Plan(msgspec.Struct, kw_only=True):
     """Seconds."""
     return_token_ids: bool
     continues: bool
-    """The answer goes on from raw text (completions), so a space at its start belongs to it."""
+    """A space at the answer's start belongs to it: it goes on from raw text (completions), or follows a grammar."""
     echo: bool
     """The answer begins with the prompt."""
     include_stop: bool
     skip_special_tokens: bool
+    grammar_field: str
+    """The field that asks for `sampling.grammar`."""
     prompt_logprobs: int | None
     """Alternatives of prompt tokens that the client asked for by themselves; those of an echo follow `logprobs`."""
     reading: Reading | None = None
@@ -100,9 +103,11 @@ def make_plan(
     asked = max_tokens if max_tokens is not None else default_max_tokens
     if body.min_tokens and asked is not None and body.min_tokens > asked:
         raise bad_field("min_tokens", f"{body.min_tokens} is more than the {asked} tokens that may be generated")
+    sampling = sampling_params(body, logprobs, tuple(dict.fromkeys(stop_ids)), vocab_size, echo=echo)
+    field, followed = grammar_of(body)
     return Plan(
         prompts=prompts,
-        sampling=sampling_params(body, logprobs, tuple(dict.fromkeys(stop_ids)), vocab_size, echo=echo),
+        sampling=msgspec.structs.replace(sampling, grammar=followed),
         max_tokens=[max_context - len(ids) if asked is None else min(asked, max_context - len(ids)) for ids in prompts],
         n=n,
         stop=[body.stop] if isinstance(body.stop, str) else list(dict.fromkeys(body.stop or [])),
@@ -111,8 +116,9 @@ def make_plan(
         session_id=body.session_id or "",
         session_ttl=session_ttl(body, config),
         return_token_ids=bool(body.return_token_ids),
-        continues=continues,
+        continues=continues or followed is not None,
         echo=echo,
+        grammar_field=field,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         prompt_logprobs=body.prompt_logprobs,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from lowlat.server.grammar_fields import Choices, Json, ResponseFormat, StructuredOutputs
 from lowlat.server.tool_requests import MAX_TOOLS, CallId, PastCall, ToolChoice, Tools
 
 
@@ -50,7 +51,6 @@ class Unsupported(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Annotated[Any, no_op("none", "auto")] = None
     functions: Annotated[Any, no_op([])] = None
     function_call: Annotated[Any, no_op("none", "auto")] = None
-    response_format: Annotated[Any, no_op({"type": "text"})] = None
     best_of: Annotated[Any, no_op(1)] = None
     suffix: Annotated[Any, no_op("")] = None
     modalities: Annotated[Any, no_op(["text"])] = None
@@ -92,6 +92,12 @@ class GenerationFields(Unsupported, kw_only=True):
     ignore_eos: bool | None = None
     speculate: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Json = msgspec.UNSET
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

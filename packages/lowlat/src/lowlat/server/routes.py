@@ -50,7 +50,7 @@ def request_id_of(request: Request, chosen: str | None) -> str | None:
     return chosen or header
 
 
-def answer(
+async def answer(
     request: Request,
     body: GenerationFields,
     plan: Plan,
@@ -58,8 +58,14 @@ def answer(
     writer: type[CompletionWriter] | type[ChatWriter],
     arrival: float,
 ) -> AnswerResponse:
-    """Submit the plan and return the response that sends what comes of it."""
+    """Submit the plan and return the response that sends what comes of it.
+
+    Raises:
+        ApiError: 400; its grammar cannot be followed.
+    """
     state = state_of(request)
+    if plan.sampling.grammar is not None:
+        await state.grammars.check(plan.sampling.grammar, plan.grammar_field)
     generation: Generation = state.submit(request_id_of(request, body.request_id), plan, model.text, arrival)
     words = writer(generation, model.text.name, int(time.time()))
     if body.stream:

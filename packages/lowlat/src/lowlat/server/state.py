@@ -16,6 +16,7 @@ from lowlat.engine.messages import Ready
 from lowlat.logs import log_event
 from lowlat.server.errors import ApiError, bad_field, unavailable
 from lowlat.server.generation import Generation
+from lowlat.server.grammar_door import GrammarDoor
 from lowlat.server.live import LiveRequest
 from lowlat.server.metrics import FrontMetrics
 from lowlat.server.plan import Plan
@@ -40,6 +41,7 @@ class ServerState:
     ) -> None:
         self.settings = settings
         self.engine = engine
+        self.grammars = GrammarDoor(engine)
         self.metrics = FrontMetrics()
         self.live: dict[str, LiveRequest] = {}
         """Requests by public id, from admission to their last byte."""

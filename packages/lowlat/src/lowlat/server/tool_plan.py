@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from lowlat.engine.request import Grammar
+from lowlat.server.grammar_fields import one_grammar
 from lowlat.server.plan import Plan
 from lowlat.server.text_model import TextModel
 from lowlat.server.tool_requests import OfferedTools
@@ -20,8 +21,10 @@ def read_tools(plan: Plan, tools: OfferedTools, text: TextModel) -> Plan:
     plan = msgspec.structs.replace(plan, reading=reading)
     if not tools.must_call:
         return plan
+    other = None if plan.sampling.grammar is None else (plan.grammar_field, plan.sampling.grammar)
+    field, grammar = one_grammar(("tool_choice", grammar_of(tools, reading)), other)
     return msgspec.structs.replace(
-        plan, sampling=msgspec.structs.replace(plan.sampling, grammar=grammar_of(tools, reading))
+        plan, sampling=msgspec.structs.replace(plan.sampling, grammar=grammar), grammar_field=field
     )
 
 
