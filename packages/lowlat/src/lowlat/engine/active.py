@@ -36,6 +36,7 @@ class ActiveRequest:
         "sent_pages",
         "session",
         "slot",
+        "spoiled",
         "stops",
         "tokens",
         "width",
@@ -85,6 +86,8 @@ class ActiveRequest:
         self.in_flight = 0
         self.last_step = -1
         self.ended = False
+        self.spoiled = False
+        """Ended because its logits were not numbers."""
         self.cached_tokens = -1
         self.queue_s = 0.0
 
@@ -123,8 +126,8 @@ class ActiveRequest:
 
     @property
     def shared(self) -> list[int]:
-        """Those of them that are computed."""
-        return self.tokens[: min(self.filled, self.shareable)]
+        """Those of them that are computed; none of a request whose values were not numbers."""
+        return [] if self.spoiled else self.tokens[: min(self.filled, self.shareable)]
 
     @property
     def places(self) -> int:

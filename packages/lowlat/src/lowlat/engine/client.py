@@ -470,6 +470,7 @@ def add_counters(stats: EngineStats, earlier: EngineStats) -> EngineStats:
         preemptions=stats.preemptions + earlier.preemptions,
         finished=stats.finished + earlier.finished,
         aborted=stats.aborted + earlier.aborted,
+        bad_logits=stats.bad_logits + earlier.bad_logits,
         session_pins_lost=list(lost.items()),
         low_latency_steps=[(path, reason, count) for (path, reason), count in steps.items()],
     )

@@ -31,6 +31,8 @@ class StepResult(msgspec.Struct):
     """Guessed tokens that the step checked."""
     label_logprobs: list[list[list[float]]] | None = None
     """For each chunk with rows to read, in order, and each of those: the log-probabilities of its labels."""
+    bad_slots: list[int] = []
+    """Slots whose logits were not numbers: they have no tokens, and their scores here mean nothing."""
     spent: float = 0.0
     """Seconds of a step of decodes alone where steps may check guesses, and `plain`: what it would have taken with
     none."""

@@ -124,6 +124,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     """Guessed tokens that steps checked, and those that were right."""
+    bad_logits: int = 0
+    """Requests that ended with an error because their logits were not numbers."""
     sessions: int = 0
     """Sessions that pin a prefix."""
     pages_pinned: int = 0

@@ -132,8 +132,9 @@ class ModelRunner:
         """Choose tokens for `slots`, whose rows come first in `logits_MV`, and advance the decode slots."""
         rows = len(slots) + sum(map(len, guesses))
         scores, labels = self._score(plan, logits_MV[rows:]) if len(logits_MV) > rows else (None, None)
+        bad = self._bad_scores(plan, logits_MV[rows:])
         if not slots:
-            return StepResult(plan.step, [], None, scores, label_logprobs=labels)
+            return StepResult(plan.step, [], None, scores, label_logprobs=labels, bad_slots=bad)
         for slot in plan.decodes:
             self._lengths[slot] += 1
         if self._communicator.shard.rank > 0:
@@ -143,7 +144,7 @@ class ModelRunner:
             return StepResult(plan.step, [])
         bursts, logprobs = self._sample(logits_MV[:rows], slots, guesses)
         for slot, burst in zip(slots, bursts, strict=True):
-            if burst:  # else the answer was over: the scheduler will say so
+            if burst:  # else the answer is over, or broken: the scheduler will say so
                 self._tokens[slot] = burst[-1]
             length = self._lengths[slot] + max(0, len(burst) - 1)
             # Guesses may have ended an answer before a step that was launched ahead: it must not grow beyond its pages.
@@ -154,10 +155,12 @@ class ModelRunner:
         if self.speculation is not None:
             self.speculation.judge(slots, self._sampling, bursts)
         tokens = [token for burst in bursts for token in burst]
-        rules = enumerate(self._rules[slot] for slot in slots)
-        over = {n: rule.over.error for n, rule in rules if rule is not None and rule.over is not None}
-        counts = list(map(len, bursts)) if over or len(tokens) > len(slots) else None
-        return StepResult(plan.step, tokens, logprobs, scores, counts, sum(map(len, guesses)), labels, over=over)
+        rules = [self._rules[slot] for slot in slots]
+        over = {n: rule.over.error for n, rule in enumerate(rules) if rule is not None and rule.over is not None}
+        bad += [slot for n, slot in enumerate(slots) if not bursts[n] and n not in over]
+        counts = list(map(len, bursts)) if any(len(burst) != 1 for burst in bursts) else None
+        guessed = sum(map(len, guesses))
+        return StepResult(plan.step, tokens, logprobs, scores, counts, guessed, labels, over=over, bad_slots=bad)
 
     def _sample(
         self, logits_MV: torch.Tensor, slots: list[int], guesses: list[list[int]]
@@ -195,6 +198,15 @@ class ModelRunner:
                 labels.append(label_logprobs(logits_MV[row : row + len(chunk.read_rows)], chunk.labels))
                 row += len(chunk.read_rows)
         return scores, labels
+
+    def _bad_scores(self, plan: StepPlan, logits_MV: torch.Tensor) -> list[int]:
+        """Slots of chunks of which a row to score or to read, as `_score` has them in `logits_MV`, is not numbers."""
+        slots = [chunk.slot for chunk in plan.chunks for _ in chunk.targets]
+        slots += [chunk.slot for chunk in plan.chunks for _ in chunk.read_rows]
+        if self._communicator.shard.rank > 0 or not slots:
+            return []
+        usable = logits_MV.amax(-1).isfinite().tolist()
+        return sorted({slot for slot, good in zip(slots, usable, strict=True) if not good})
 
     def _update(self, plan: StepPlan) -> None:
         for slot, sampling in plan.begins:

@@ -42,6 +42,9 @@ def sample(
     Returns tokens, and log-probabilities where any row asked for them. Raises `BadLogitsError` for NaN.
     """
     bursts, logprobs = sample_bursts(logits_MV, settings, positions, rules, [[]] * len(settings))
+    over = [rule is not None and rule.over is not None for rule in rules or [None] * len(bursts)]
+    if not all(burst or ended for burst, ended in zip(bursts, over, strict=True)):
+        raise BadLogitsError("a step's logits contain NaN: the weights or a kernel are broken")
     return [token for burst in bursts for token in burst], logprobs
 
 
@@ -58,13 +61,13 @@ def sample_bursts(
     one differs from the guess: that token still counts, the rows after it do not. Each token is drawn from the model's
     own distribution with its own random number, so answers are those of one row a step, whatever was guessed.
 
-    Where the grammar of a request lets no token come, its tokens end there, and there may be none.
+    Where the grammar of a request lets no token come, its tokens end there, and there may be none. A request that would
+    need a row with NaN, or with no finite logit, gets no token at all.
 
     Returns the tokens of each request, and one entry a token where any request asked for log-probabilities.
     """
     best, tokens_M = logits_MV.max(dim=-1)
-    if bool(best.isnan().any()):
-        raise BadLogitsError("a step's logits contain NaN: the weights or a kernel are broken")
+    usable = best.isfinite().tolist()
     likeliest: list[int] = tokens_M.tolist()
     bursts: list[list[int]] = []
     entries: list[TokenLogprobs | None] = []
@@ -72,7 +75,12 @@ def sample_bursts(
     for index, (setting, position, guessed) in enumerate(zip(settings, positions, guesses, strict=True)):
         rule = rules[index] if rules else None
         burst: list[int] = []
+        before = len(entries)
         for row in range(first, first + len(guessed) + 1):
+            if not usable[row]:
+                burst = []
+                del entries[before:]
+                break
             try:
                 token = _choose(logits_MV[row], likeliest[row], setting, position + len(burst), rule)
             except AnswerOverError:  # the rule knows why

@@ -189,7 +189,9 @@ class Scheduler:
             active.in_flight -= 1
             chunk_scores = next(scores) if chunk.targets else None
             label_logprobs = next(labels) if chunk.read_rows else None
-            if not active.ended:
+            if not active.ended and active.slot in result.bad_slots:
+                self._fail(active)
+            elif not active.ended:
                 self._take_chunk(active, filled, chunk_scores, label_logprobs)
                 if chunk.sample:
                     self._take_sample(active, result, sample, first)
@@ -200,7 +202,9 @@ class Scheduler:
             active.in_flight -= 1
             count = counts[sample] if counts else 1
             self._take_row(active, row, count)
-            if not active.ended:
+            if not active.ended and active.slot in result.bad_slots:
+                self._fail(active)
+            elif not active.ended:
                 self._take_sample(active, result, sample, first)
                 active.launched = min(active.filled + active.in_flight * active.width, active.end)
             first += count
@@ -489,6 +493,13 @@ class Scheduler:
             self.stats.finished += 1
             self._finish(active, output)
 
+    def _fail(self, active: ActiveRequest) -> None:
+        """End one request whose logits were not numbers; the others of its step go on."""
+        active.spoiled = True  # what it computed may hold NaN, which every later request of this prefix would meet
+        self.stats.bad_logits += 1
+        cause = "the model's logits for this request contain NaN: the weights, or the kernels, are broken for it"
+        self._finish(active, RequestOutput(active.request.id, [], None, FinishReason.ERROR, error=cause))
+
     def _finish(self, active: ActiveRequest, output: RequestOutput) -> None:
         """Say the last word on a request and free what it has, now or after its last launched step."""
         self._outputs.append(output)
@@ -520,7 +531,7 @@ class Scheduler:
                 self.cache.snapshots.give_back(unused)
         active.marks = {}
         if active.ended and active.session is not None:
-            self.cache.sessions.leave(active.session, active.shared)
+            self.cache.sessions.leave(active.session, active.shared or None)
         active.lease = None
         self._slots.append(active.slot)
         active.slot = -1

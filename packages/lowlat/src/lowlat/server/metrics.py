@@ -146,6 +146,9 @@ class ServerCollector(Collector):
             stats.simulated_acceptance or 0.0,
         )
         yield CounterMetricFamily("lowlat_preemptions", "Running sequences that were put back.", stats.preemptions)
+        yield CounterMetricFamily(
+            "lowlat_bad_logits", "Sequences that ended because their logits were not numbers.", stats.bad_logits
+        )
         steps = CounterMetricFamily(
             "lowlat_low_latency_steps",
             "Steps by path (plugin or general) and the reason.",
