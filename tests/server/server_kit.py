@@ -35,7 +35,7 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(bos: bool = False) -> Tokenizer:
+def byte_tokenizer(bos: bool = False, words: tuple[str, ...] = ()) -> Tokenizer:
     """Token id n is the byte n; 256 ends a sequence, 257 and 258 mark messages (257 begins a text with `bos`)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     from lowlat.text.token_bytes import byte_of_character
@@ -45,6 +45,7 @@ def byte_tokenizer(bos: bool = False) -> Tokenizer:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<eos>", "<s>", "<e>"])
+    library.add_tokens(list(words))
     assert [library.token_to_id(name) for name in ("<eos>", "<s>", "<e>")] == [EOS, START, END]
     if bos:
         library.post_processor = tokenizers.processors.TemplateProcessing(
@@ -53,9 +54,10 @@ def byte_tokenizer(bos: bool = False) -> Tokenizer:
     return Tokenizer(library, bos_id=START if bos else None, eos_ids=[EOS])
 
 
-def byte_text_model(bos: bool = False, template: str | None = TEMPLATE) -> TextModel:
+def byte_text_model(bos: bool = False, template: str | None = TEMPLATE, words: tuple[str, ...] = ()) -> TextModel:
+    """`words` are tokens of their own, from id 259 on."""
     chat = None if template is None else ChatTemplate(template, {})
-    return TextModel(name="fake", path="fake-model", tokenizer=byte_tokenizer(bos), chat_template=chat)
+    return TextModel(name="fake", path="fake-model", tokenizer=byte_tokenizer(bos, words), chat_template=chat)
 
 
 def ids(text: str) -> list[int]:

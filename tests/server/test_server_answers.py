@@ -299,6 +299,8 @@ def test_the_description_names_every_route_and_its_forms(live):
         "/v1/chat/completions",
         "/v1/tokenize",
         "/v1/score",
+        "/v1/rerank",
+        "/v1/decisions",
         "/v1/detokenize",
         "/v1/models",
         "/v1/models/{name}",

@@ -12,7 +12,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lowlat.server import admin, cancel, chat, completions, health, info, models, score, sessions, tokenize
+from lowlat.server import (
+    admin,
+    cancel,
+    chat,
+    completions,
+    decisions,
+    health,
+    info,
+    models,
+    rerank,
+    score,
+    sessions,
+    tokenize,
+)
 from lowlat.server.errors import ApiError, unexpected
 from lowlat.server.gate import Gate
 from lowlat.server.openapi import describe
@@ -26,6 +39,8 @@ def create_app(state: ServerState) -> ASGIApp:
         chat.router,
         tokenize.router,
         score.router,
+        rerank.router,
+        decisions.router,
         models.router,
         info.router,
         cancel.router,

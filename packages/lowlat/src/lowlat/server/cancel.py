@@ -21,7 +21,7 @@ async def cancel_request(request_id: str, request: Request) -> Response:
     """`request_id` is the `X-Request-Id` of the answer, or the answer's `id` with its prefix (`cmpl-`, `chatcmpl-`)."""
     live = state_of(request)
     known = request_id
-    for prefix in ("chatcmpl-", "cmpl-", "score-"):
+    for prefix in ("chatcmpl-", "cmpl-", "score-", "rerank-", "decisions-"):
         if known not in live.live and known.startswith(prefix):
             known = known.removeprefix(prefix)
     return json_reply(Cancelled(id=request_id, cancelled=live.cancel(known)))

@@ -10,10 +10,12 @@ from fastapi.openapi.utils import get_openapi
 
 from lowlat.server.admin import LowLatencySwitch
 from lowlat.server.answers import Cancelled, ChatChunk, ChatCompletion, Completion, Model, ModelList, SessionEnded
+from lowlat.server.decisions import DecisionAnswer, DecisionRequest
 from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
 from lowlat.server.info import Info
 from lowlat.server.requests import ChatRequest, CompletionRequest
+from lowlat.server.rerank import RerankAnswer, RerankRequest
 from lowlat.server.score_requests import ScoreAnswer, ScoreRequest
 from lowlat.server.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from lowlat_plugin import Report
@@ -23,6 +25,8 @@ _BODIES: dict[str, type] = {
     "create_chat_completion": ChatRequest,
     "tokenize": TokenizeRequest,
     "create_score": ScoreRequest,
+    "rerank": RerankRequest,
+    "decide": DecisionRequest,
     "detokenize": DetokenizeRequest,
     "set_low_latency": LowLatencySwitch,
 }
@@ -31,6 +35,8 @@ _ANSWERS: dict[str, type] = {
     "create_chat_completion": ChatCompletion,
     "tokenize": Tokenized,
     "create_score": ScoreAnswer,
+    "rerank": RerankAnswer,
+    "decide": DecisionAnswer,
     "detokenize": Detokenized,
     "list_models": ModelList,
     "get_model": Model,
@@ -46,6 +52,8 @@ _REFUSALS = {
     "create_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "create_chat_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "create_score": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "rerank": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "decide": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "tokenize": (400, 401, 403, 404, 408, 413, 503),
     "detokenize": (400, 401, 403, 404, 408, 413, 503),
     "list_models": (400, 401, 403, 503),

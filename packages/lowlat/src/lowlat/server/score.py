@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -30,40 +31,59 @@ from lowlat.text.output import finite_logprob
 
 router = APIRouter()
 
+Form = TypeVar("Form", bound=ScoreFields)
+
 
 @router.post("/v1/score", operation_id="create_score", summary="Probabilities of labels behind query and items")
 async def create_score(request: Request) -> Response:
     arrival = time.monotonic()
+    body, model = await scoring_request(request, ScoreRequest)
     state = state_of(request)
-    settings = state.settings
-    body = decode_struct(await read_body(request, settings.max_body_bytes, settings.body_timeout_s), ScoreRequest)
     temperature = check_temperature(body)
-    state.check_room(0)
-    model = await state.model()
-    plans.check_model(body.model, model.text.name, model.text.path)
-    asked = await score_input(body, model, settings.max_score_items)
+    asked = await score_input(body, model, state.settings.max_score_items)
     run = submit_score(request, body, asked, model, arrival)
 
     async def answer() -> AsyncIterator[bytes]:
         readings = await run.run()
-        wanted = bool(body.apply_softmax)
+        wanted, nested = bool(body.apply_softmax), asked.extraction is not None
         scores = [[score_of(reading, wanted, temperature) for reading in item] for item in readings]
         logprobs = [[list(map(finite_logprob, reading)) for reading in item] for item in readings]
-        nested = asked.extraction is not None
         yield msgspec.json.encode(
             ScoreAnswer(
-                id=f"score-{run.public_id}",
-                created=int(time.time()),
-                model=model.text.name,
+                **heading("score", run, model),
                 scores=_by_item(scores, nested),
                 token_logprobs=_by_item(logprobs, nested) if body.return_token_logprobs else None,
-                mode=run.mode,
-                usage=run.usage(),
-                timings=run.timings(),
             )
         )
 
     return AnswerResponse(run, answer(), state.release, streamed=False)
+
+
+async def scoring_request(request: Request, form: type[Form]) -> tuple[Form, ReadyModel]:
+    """The body of a scoring route, and the model, once it is there.
+
+    Raises:
+        ApiError: as `read_body`, `decode_struct` and `ServerState.model`; 404 for another model's name.
+    """
+    state = state_of(request)
+    data = await read_body(request, state.settings.max_body_bytes, state.settings.body_timeout_s)
+    body = decode_struct(data, form)
+    state.check_room(0)
+    model = await state.model()
+    plans.check_model(body.model, model.text.name, model.text.path)
+    return body, model
+
+
+def heading(route: str, run: ScoreRun, model: ReadyModel) -> dict[str, Any]:
+    """The fields of a `ScoringAnswer`, when all is computed."""
+    return {
+        "id": f"{route}-{run.public_id}",
+        "created": int(time.time()),
+        "model": model.text.name,
+        "mode": run.mode,
+        "usage": run.usage(),
+        "timings": run.timings(),
+    }
 
 
 def submit_score(request: Request, body: ScoreFields, asked: ScoreInput, model: ReadyModel, arrival: float) -> ScoreRun:

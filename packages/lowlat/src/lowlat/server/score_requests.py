@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Annotated, Any, Literal
 
@@ -53,21 +54,26 @@ class ScoreRequest(ScoreFields, kw_only=True):
 Values = list[list[float | list[float]]]
 
 
-class ScoreAnswer(msgspec.Struct, kw_only=True):
-    """Answer of `POST /v1/score`: by item and label, and by place too with `score_extraction_token`."""
+class ScoringAnswer(msgspec.Struct, kw_only=True):
+    """What the answers of the scoring routes have in common."""
 
     id: str
-    object: str = "scoring"
     created: int
     model: str
-    scores: Values
-    token_logprobs: Values | None
-    """Log-probabilities of the labels, where asked for."""
-    pooled_hidden_states: None = None
     mode: str
     """How it was computed: `sis` or `mis`."""
     usage: Usage
     timings: Timings
+
+
+class ScoreAnswer(ScoringAnswer, kw_only=True):
+    """Answer of `POST /v1/score`: by item and label, and by place too with `score_extraction_token`."""
+
+    object: str = "scoring"
+    scores: Values
+    token_logprobs: Values | None
+    """Log-probabilities of the labels, where asked for."""
+    pooled_hidden_states: None = None
 
 
 def check_temperature(body: ScoreRequest) -> float:
@@ -144,6 +150,7 @@ async def score_input(body: ScoreRequest, model: ReadyModel, max_items: int) -> 
 async def _ids(given: str | list[int], where: str, special: bool, model: ReadyModel) -> list[int]:
     """Token ids of a query or an item; the frame of the model (BOS) goes where the prompt begins."""
     if isinstance(given, str):
+        await asyncio.sleep(0)  # thousands of items must not hold up the streams of others
         return await model.text.encode(given, special)
     if given:
         check_ids(given, where, model.engine.vocab_size)
