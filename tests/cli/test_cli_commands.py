@@ -77,7 +77,8 @@ def test_serve_passes_every_option_on(monkeypatch):
         session_ttl_max=99.0,
         run_ahead=0,
         engram_placement="host",
-        spec="ngram",
+        spec="draft-model",
+        draft="small",
         spec_width=5,
         spec_simulate_acceptance=2.5,
         seed=9,
@@ -87,7 +88,7 @@ def test_serve_passes_every_option_on(monkeypatch):
     )
     flags = "--dtype bfloat16 --device cuda --tp 2 --threads 3 --max-batch 4 --max-context 500 --chunk-tokens 64 "
     flags += "--page-size 1 --kv-tokens 1000 --no-prefix-cache --run-ahead 0 --engine-seed 9 --low-latency require "
-    flags += "--spec ngram --spec-width 5 --spec-simulate-acceptance 2.5 --engram-placement host "
+    flags += "--spec draft-model --draft small --spec-width 5 --spec-simulate-acceptance 2.5 --engram-placement host "
     flags += "--session-budget 0.25 --session-ttl 9 --session-ttl-max 99 "
     flags += "--kernels nvidia --watchdog-seconds 7 --port 99 --api-key a --api-key b --max-queue 5 --max-body-mib 2 "
     flags += "--drain-seconds 3 --served-model-name x --host ::1 --max-n 2 --max-prompts 3 --start-wait-seconds 4 "

@@ -10,6 +10,8 @@ import transformers
 
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.offline import Engine
+from lowlat.speculative.draft_files import DraftConfig, save_draft
+from lowlat.speculative.draft_network import DraftNetwork
 from tiny_tokenizer import byte_tokenizer
 
 VOCABULARY = 101
@@ -45,6 +47,45 @@ def save_target(path: Path, seed: int = 0, **changes: Any) -> Path:
     transformers.LlamaForCausalLM(config).save_pretrained(path)
     (path / "tokenizer.json").write_text(byte_tokenizer(config.vocab_size))
     return path
+
+
+def random_draft(path: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
+    """A draft of `save_target`'s model with random weights everywhere."""
+    config = draft_config(kind, **changes)
+    save_draft(path, config, random_network(config, seed).state_dict())
+    return path
+
+
+def draft_config(kind: str, **changes: Any) -> DraftConfig:
+    extra: dict[str, Any] = {
+        "dflash": {},
+        "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5},
+        "dspark": {"markov_rank": 6},
+    }[kind]
+    fields: dict[str, Any] = {
+        "hidden_size": 64,
+        "vocab_size": VOCABULARY,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "target_layer_ids": (0, 2),
+        "num_target_layers": 4,
+        "mask_token_id": 100,
+        "block_size": 5,
+    }
+    return DraftConfig(kind=kind, **fields | extra | changes)  # type: ignore[arg-type]
+
+
+def random_network(config: DraftConfig, seed: int) -> DraftNetwork:
+    """All weights random: ones and zeros would hide what is left out."""
+    torch.manual_seed(seed)
+    network = DraftNetwork(config, 200)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(torch.randn_like(weight) * (0.5 if weight.dim() == 1 else 0.2))
+    return network.requires_grad_(False)
 
 
 def crowd() -> list[GenerateRequest]:

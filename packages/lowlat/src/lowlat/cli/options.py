@@ -111,12 +111,22 @@ ENGINE_OPTIONS: dict[str, Any] = {
         ),
     ],
     "spec": Annotated[
-        Literal["off", "ngram", "draft"],
+        Literal["off", "ngram", "draft", "draft-model", "dflash", "dflash2", "dspark"],
         _option(
             "--spec",
             panel=_COMPUTE,
-            help="Guess tokens: ngram, as they followed the same words before; draft, by the model's own draft. "
+            help="Guess tokens: ngram, as they followed the same words before; draft, by the model's own draft; "
+            "draft-model, by a small model; dflash, dflash2 or dspark, by a draft trained for the model. "
             "Answers stay the same.",
+        ),
+    ],
+    "draft": Annotated[
+        str | None,
+        _option(
+            "--draft",
+            panel=_COMPUTE,
+            help="For --spec draft-model: a model of the same vocabulary. For the trained drafts: a folder that "
+            "lowlat train-draft wrote.",
         ),
     ],
     "spec_width": Annotated[

@@ -19,6 +19,7 @@ from lowlat.cache.windows import WindowPages, most_pages
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
+from lowlat.engine.drafts import open_draft
 from lowlat.engine.executor import Executor, ThreadExecutor
 from lowlat.engine.grammar_gate import GrammarGate
 from lowlat.engine.plugin_host import KernelsRefusedError, LowLatencyMode
@@ -145,7 +146,8 @@ def build_rank(
     with _refusals():
         kernels = LowLatencyMode(config, checkpoint, platform, communicator, dtype)
     model = build_model(checkpoint, build, lambda done, total: progress(done, total, "loading weights"))
-    width = spec_width(config, model)
+    draft = open_draft(config, checkpoint, model, build)
+    width = spec_width(config, model, draft)
     with _refusals():
         kernels.model_built(model, width)
     page_size = config.page_size
@@ -158,7 +160,8 @@ def build_rank(
     # Between the earliest row that a step may have and the end of what it may write.
     span = max(config.chunk_tokens, (config.run_ahead + 1) * width)
     window_pages_each = min(most_pages(page_size, window, span), pages_for(max_context, page_size)) if window else 0
-    sizes = _pages(config, max_context, groups, states * state_bytes(groups), window_pages_each, platform)
+    beside = draft.token_bytes if draft is not None else 0
+    sizes = _pages(config, max_context, groups, beside, states * state_bytes(groups), window_pages_each, platform)
     pages, window_pages = communicator.broadcast(torch.tensor(sizes)).tolist()
     limits = PlanLimits(
         max_batch=config.max_batch,
@@ -187,7 +190,7 @@ def build_rank(
     runner.kernel_steps = KernelSteps(kernels.low, page_size)
     if width > 1:
         progress(0, 0, "measuring steps")
-        runner.speculation = make_speculation(config, runner, communicator, width)
+        runner.speculation = make_speculation(config, runner, communicator, width, draft)
     facts = EngineFacts(
         model=checkpoint.name,
         dtype=dtype,
@@ -278,6 +281,7 @@ def _pages(
     config: EngineConfig,
     max_context: int,
     groups: list[CacheGroup],
+    draft_token_bytes: int,
     other_bytes: int,
     window_pages_each: int,
     platform: Platform,
@@ -289,7 +293,7 @@ def _pages(
         pages = config.kv_tokens // config.page_size
     else:
         page_bytes, window_page_bytes = (
-            size * config.page_size for size in (bytes_per_token(groups), window_of(groups)[1])
+            size * config.page_size for size in (bytes_per_token(groups) + draft_token_bytes, window_of(groups)[1])
         )
         memory = max(0, platform.memory_available() - other_bytes)
         most = config.max_batch * max_context // config.page_size

@@ -42,8 +42,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     each rank maps all ranks' columns; `host`: one copy for the node, the checkpoint's own file mapped; `auto`: `shards`
     where a rank's columns fit into memory beside its weights, else `host`."""
     spec: str = "off"
-    """`off`; `ngram`: guess tokens that followed the same words before; `draft`: ask the model's own draft (DSpark).
-    Several guesses are checked in one step."""
+    """`off`; `ngram`: guess tokens that followed the same words before; `draft`: ask the model's own draft (DSpark);
+    `draft-model`: ask a small model; `dflash`, `dflash2`, `dspark`: ask a draft that was trained for the model. Several
+    guesses are checked in one step."""
+    draft: str | None = None
+    """The small model, or the folder of the trained draft."""
     spec_width: int | None = None
     """Rows of a request in a speculative step: one, and the guesses. None: as many as make tokens come fastest, at most
     8, by measured times of steps and measured acceptance."""

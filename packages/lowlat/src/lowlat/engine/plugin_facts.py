@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lowlat.models.loading.checkpoint import Checkpoint
 
 FEATURES = frozenset({"decode", "verify", "kv.paged", "kv.rebind"})
-_CHECKS_GUESSES = {"speculative.verify": 1, "speculative.ragged": 1}
 
 
 def engine_facts(
@@ -36,11 +35,19 @@ def engine_facts(
         tensor_parallel=config.tensor_parallel,
         resident_blocks=blocks,
         shared_memory=shared,
-        capabilities={} if config.spec == "off" else _CHECKS_GUESSES,
+        capabilities=_capabilities(config.spec),
         settings=msgspec.to_builtins(config),
         features=FEATURES,
         watchdog_s=config.watchdog_s,
     )
+
+
+def _capabilities(spec: str) -> dict[str, int]:
+    """What kernels must be able to do beside plain decoding. Trained drafts look at states inside the model."""
+    if spec == "off":
+        return {}
+    checks = {"speculative.verify": 1, "speculative.ragged": 1}
+    return checks | {"hidden-states": 1} if spec in ("dflash", "dflash2", "dspark") else checks
 
 
 def weight_formats(checkpoint: Checkpoint) -> frozenset[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lowlat.cache.layout import KVPool
-from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
+from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, SlotSampling, StepPlan
 from lowlat.engine.executor import StepResult
 from lowlat.engine.item_rows import ItemPieces
 from lowlat.engine.logit_rules import LogitRules
@@ -52,7 +52,7 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self._communicator = communicator
-        self._min_rows = min_rows
+        self.min_rows = min_rows
         self.max_pages = limits.max_pages
         self._page_size = kv.layout.page_size
         self._lengths = [0] * limits.max_batch
@@ -94,7 +94,7 @@ class ModelRunner:
         if logits_MV is None:
             assert inputs is not None
             logits_MV = self.model.forward(inputs, self.kv)
-        if speculation is not None and inputs is not None:
+        if speculation is not None and speculation.follows and inputs is not None:
             speculation.follow(inputs)
         for chunk in plan.chunks:
             before[chunk.slot] = chunk.start
@@ -266,7 +266,7 @@ class ModelRunner:
             slot, row = singles[0]
             segments.append((slot, range(row, row + 1), self._lengths[slot] + 1))
             singles = []
-        padding = [0] * (padded_rows(max(self._min_rows, len(tokens))) - len(tokens))
+        padding = [0] * (padded_rows(max(self.min_rows, len(tokens))) - len(tokens))
         step = StepInputs(
             tokens_R=torch.tensor(tokens + padding),
             positions_R=torch.tensor(positions + padding),
@@ -291,6 +291,15 @@ class ModelRunner:
     def segment(self, slot: int, rows: range, length: int) -> Segment:
         """Rows of a request whose last is token `length - 1` (see `speculative.proposer.Tables`)."""
         return self._table.segment(slot, rows, length)
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks this is."""
+        return self._communicator.shard.rank
+
+    def sampling_of(self, slot: int) -> SlotSampling:
+        """Settings of the request in a batch slot."""
+        return self._sampling[slot]
 
     def write_slots(self, slot: int, start: int, count: int) -> np.ndarray:
         """KV slots of `count` tokens of a batch slot."""

@@ -106,18 +106,24 @@ def simulated_bursts(
 
     For benchmarks of speed at a given acceptance: the answers mean nothing.
     """
-    ends = [len(guessed) + 1 for guessed in guesses]
-    firsts = [sum(ends[:index]) for index in range(len(ends))]
+    rows = [len(guessed) + 1 for guessed in guesses]
+    firsts = [sum(rows[:index]) for index in range(len(rows))]
     last = torch.tensor([first + count - 1 for first, count in zip(firsts, counts, strict=True)])
     places = [position + count - 1 for position, count in zip(positions, counts, strict=True)]
-    tokens, _ = sample(logits_MV[last], settings, places, rules)
-    bursts = [[*guessed[: count - 1], token] for guessed, count, token in zip(guesses, counts, tokens, strict=True)]
+    ends, _ = sample_bursts(logits_MV[last], settings, places, rules, [[]] * len(settings))
+    bursts = [[*guessed[: count - 1], *end] for guessed, count, end in zip(guesses, counts, ends, strict=True)]
     entries = [
         token_logprobs(logits_MV[first + row], token, setting.logprobs) if setting.logprobs >= 0 else None
         for first, burst, setting in zip(firsts, bursts, settings, strict=True)
         for row, token in enumerate(burst)
     ]
     return bursts, entries if any(entry is not None for entry in entries) else None
+
+
+def draw_guess(logits_V: torch.Tensor, setting: SlotSampling, position: int) -> int:
+    """A draft's guess of the token at `position`: drawn from the draft's distribution with the random number that the
+    target's token will be drawn with, so the more alike the two are, the more often they are the same."""
+    return _choose(logits_V, int(logits_V.argmax()), setting, position, None)
 
 
 def _choose(

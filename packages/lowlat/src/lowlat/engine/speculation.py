@@ -19,7 +19,7 @@ from lowlat.speculative.proposer import DraftRequest, Proposal, Proposer
 from lowlat.speculative.step_times import StepTimes
 
 _TRY_AGAIN = 16
-"""Steps after which a draft that was not worth its time is asked again."""
+"""Every so many steps a draft is asked, worth its time or not."""
 
 
 class Speculation:
@@ -48,13 +48,14 @@ class Speculation:
         self._proposals: dict[int, Proposal] = {}
         """Of the step under way, by slot."""
         self._simulated_steps: dict[int, int] = {}
-        self._draft_seconds = 0.0
-        self._not_asked = 0
+        self._guess_seconds = 0.0
+        self._asked_seconds = 0.0
+        self._asked_steps = 0
 
     @property
     def follows(self) -> bool:
         """Whether `follow` wants to see every step on this rank."""
-        return self._proposer.follows
+        return self._proposer.follows and self._communicator.shard.rank == 0
 
     def begin(self, slot: int, sampling: SlotSampling) -> None:
         """A request takes a slot."""
@@ -97,8 +98,7 @@ class Speculation:
             return 0.0, 0.0
         rows = plan.rows + sum(map(len, guesses))
         self.times.observe(rows, seconds)
-        spent = seconds + (self._draft_seconds if self._not_asked == 0 else 0.0)
-        return spent, self.times(plan.rows) if rows > plan.rows else seconds
+        return seconds + self._asked_seconds, self.times(plan.rows) if rows > plan.rows else seconds
 
     def simulate(self, slots: Sequence[int], guesses: Sequence[Sequence[int]]) -> list[int]:
         """Tokens that each slot's rows shall bring, so that steps that may have enough rows bring `simulated` tokens on
@@ -119,39 +119,40 @@ class Speculation:
         return max(0, min(setting.width, setting.end - length) - 1)
 
     def _agree(self, wanted: list[int]) -> list[int]:
-        """What rank 0 wants, where all ranks must know before anything is proposed."""
+        """How many guesses to ask for, of each request; all ranks must agree where all take part."""
+        told = self._worth_asking(wanted) if self._communicator.shard.rank == 0 else [0] * len(wanted)
         if self._communicator.shard.size == 1 or not self._proposer.needs_ranks:
-            return wanted
-        if self._communicator.shard.rank == 0 and not self._worth_asking(wanted):
-            wanted = [0] * len(wanted)
-        found: list[int] = self._communicator.broadcast(torch.tensor(wanted)).tolist()
+            return told
+        found: list[int] = self._communicator.broadcast(torch.tensor(told)).tolist()
         return found
 
     def _ask(self, requests: list[DraftRequest]) -> dict[int, Proposal]:
-        """Proposals by slot; on rank 0, and on others where they must take part."""
-        alone = self._communicator.shard.size == 1 or not self._proposer.needs_ranks
-        if alone and (self._communicator.shard.rank > 0 or not self._worth_asking([r.most for r in requests])):
-            return {}
+        """Proposals by slot."""
         started = self._clock()
         proposals = self._proposer.propose(requests)
-        seconds = self._clock() - started
-        self._draft_seconds = 0.9 * self._draft_seconds + 0.1 * seconds if self._draft_seconds else seconds
+        self._asked_seconds = seconds = self._clock() - started
+        each = seconds / max(request.most for request in requests) if self._proposer.sequential else seconds
+        self._guess_seconds = 0.9 * self._guess_seconds + 0.1 * each if self._guess_seconds else each
         return {
             request.state: Proposal(of.tokens[: request.most], of.kind, of.chances and of.chances[: request.most])
             for request, of in zip(requests, proposals, strict=True)
         }
 
-    def _worth_asking(self, wanted: list[int]) -> bool:
-        """Whether guesses as good as the last ones would pay for their own making. Now and then a draft is asked even
-        so, since a text may become easy again."""
-        if not (self._adaptive and self._proposer.costs_time and self.times is not None and self._draft_seconds):
-            return True
+    def _worth_asking(self, wanted: list[int]) -> list[int]:
+        """How many guesses would pay for their own making, if they are as good as the last ones. Now and then all are
+        asked for even so, since a text may become easy again."""
+        self._asked_seconds = 0.0
+        if not (self._adaptive and self._proposer.costs_time and self.times is not None and self._guess_seconds):
+            return wanted
+        self._asked_steps += 1
+        if self._asked_steps % _TRY_AGAIN == 0:
+            return wanted
+        times, rows, each = self.times, len(wanted), self._guess_seconds
         expected = [self._acceptance.overall(most) for most in wanted]
-        self._not_asked += 1
-        worth = any(plan_guesses(expected, self.times, len(wanted), self._draft_seconds))
-        if worth or self._not_asked >= _TRY_AGAIN:
-            self._not_asked = 0
-        return self._not_asked == 0
+        if not self._proposer.sequential:
+            return wanted if any(plan_guesses(expected, times, rows, each)) else [0] * rows
+        # The draft goes on for all requests until the last of them has its guesses: at most one a row beside.
+        return plan_guesses(expected, lambda count: times(count) + each * (count - rows) / rows, rows)
 
     def _choose(self, plan: StepPlan, proposals: dict[int, Proposal], wanted: list[int]) -> list[list[int]]:
         """The guesses that are worth a row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.drafts import Draft
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.setup_error import SetupError
 from lowlat.engine.speculation import Speculation
@@ -13,13 +14,13 @@ from lowlat.speculative.own_draft import OwnDraft
 from lowlat.speculative.proposer import Proposer
 from lowlat.speculative.step_times import StepTimes, rows_to_measure
 
-_KNOWN = ("off", "ngram", "draft")
+_KNOWN = ("off", "ngram", "draft", "draft-model", "dflash", "dflash2", "dspark")
 _AUTO_WIDTH = 8
 _MOST_WIDTH = 16
 _MOST_MEASURED = 64
 
 
-def spec_width(config: EngineConfig, model: Model) -> int:
+def spec_width(config: EngineConfig, model: Model, draft: Draft | None) -> int:
     """Most rows that a request may have in a decode step. Raises `SetupError`."""
     if config.spec not in _KNOWN:
         raise SetupError(f"speculation {config.spec!r} is not known; known: {', '.join(_KNOWN)}")
@@ -36,6 +37,8 @@ def spec_width(config: EngineConfig, model: Model) -> int:
         if not block:
             raise SetupError(f"{config.model} has no draft of its own; use --spec ngram or off")
         width = min(width, 1 + block)
+    elif draft is not None:
+        width = min(width, 1 + draft.proposals)
     if simulated is not None and not 1 <= simulated <= width:
         raise SetupError(
             f"--spec-simulate-acceptance {simulated:g}: a step of {width} rows brings 1 to {width} tokens; "
@@ -44,9 +47,13 @@ def spec_width(config: EngineConfig, model: Model) -> int:
     return width
 
 
-def make_speculation(config: EngineConfig, runner: ModelRunner, communicator: Communicator, width: int) -> Speculation:
+def make_speculation(
+    config: EngineConfig, runner: ModelRunner, communicator: Communicator, width: int, draft: Draft | None
+) -> Speculation:
     """The proposer of `config`, and the table of step times; all ranks measure together."""
     proposer: Proposer = NgramProposer()
+    if draft is not None:
+        proposer = draft.bind(runner)
     if config.spec == "draft":
         model, kv = runner.model, runner.kv
         assert isinstance(model, DraftingModel)

@@ -146,6 +146,14 @@ class DecoderLayer:
         return x_RH
 
 
+class Taps(msgspec.Struct, frozen=True):
+    """States wanted after some layers: `take` gets them side by side, [R, layers * H], in the order of the layers, and
+    before logits are computed."""
+
+    layers: tuple[int, ...]
+    take: Callable[[torch.Tensor, StepInputs], None]
+
+
 class Decoder:
     """A decoder of one family, on one rank of a tensor-parallel group."""
 
@@ -171,6 +179,8 @@ class Decoder:
         self.logit_cap = family.logit_cap
         self.layers = [DecoderLayer(weights, build, config, family, index) for index in range(config.num_hidden_layers)]
         self.norm_H = weights.norm("model.norm.weight", family.norm_offset)
+        self.taps: Taps | None = None
+        """Who looks at states inside the model; None: nobody, at no cost."""
         part = build.communicator.shard.part(config.vocab_size)
         head = self.embedding_VH[part] if config.tie_word_embeddings else weights.read("lm_head.weight", rows=part)
         self.head = build.platform.pack(head)
@@ -202,17 +212,33 @@ class Decoder:
 
     def forward(self, step: StepInputs, kv: KVPool) -> torch.Tensor:
         """Logits [samples, vocabulary] in float32; keys and values of the rows are written to `kv`."""
-        x_RH = F.embedding(step.tokens_R, self.embedding_VH)
-        if self.embedding_scale != 1.0:
-            x_RH *= self.embedding_scale
+        return self.logits(self.states(step, kv).index_select(0, step.sample_rows))
+
+    def states(self, step: StepInputs, kv: KVPool) -> torch.Tensor:
+        """Last states [R, H] of all rows, before the last norm; keys and values are written to `kv`."""
+        x_RH = self.embed(step.tokens_R)
         views = {
             window: (rope.rows(step.positions_R, self._dtype), within_window(step, window) if window else step)
             for window, rope in self.ropes.items()
         }
-        for layer, keys_SKD, values_SKD in zip(self.layers, kv.keys, kv.values, strict=True):
+        features: list[torch.Tensor] = []
+        for index, (layer, keys_SKD, values_SKD) in enumerate(zip(self.layers, kv.keys, kv.values, strict=True)):
             rotation, seen = views[layer.window]
             x_RH = layer.forward(x_RH, rotation, keys_SKD, values_SKD, seen)
-        wanted = rms_norm(x_RH.index_select(0, step.sample_rows), self.norm_H, self.config.rms_norm_eps)
+            if self.taps is not None and index in self.taps.layers:
+                features.append(x_RH.clone())  # the layers after this one add to it in place
+        if self.taps is not None:
+            self.taps.take(torch.cat(features, dim=-1), step)
+        return x_RH
+
+    def embed(self, tokens_R: torch.Tensor) -> torch.Tensor:
+        """Rows [R, H] of the embedding, as the first layer gets them."""
+        x_RH = F.embedding(tokens_R, self.embedding_VH)
+        return x_RH * self.embedding_scale if self.embedding_scale != 1.0 else x_RH
+
+    def logits(self, x_RH: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocabulary] in float32 of last states."""
+        wanted = rms_norm(x_RH, self.norm_H, self.config.rms_norm_eps)
         logits = self._communicator.gather_columns(self.head(wanted), self.config.vocab_size).float()
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
 

@@ -57,6 +57,7 @@ class NgramProposer:
     """`NgramHistory` of every batch slot."""
 
     costs_time = False
+    sequential = False
     needs_ranks = False
     follows = False
 

@@ -12,6 +12,7 @@ class OwnDraft:
     """Asks the target; its caches keep what the draft needs."""
 
     costs_time = True
+    sequential = False
     needs_ranks = True
     follows = False
 

@@ -41,6 +41,8 @@ class Proposer(Protocol):
 
     costs_time: bool
     """Whether `propose` computes something that is worth leaving out."""
+    sequential: bool
+    """Whether every guess takes time of its own."""
     needs_ranks: bool
     """Whether `propose` talks to the other ranks, so that all must call it."""
     follows: bool

@@ -1,0 +1,182 @@
+"""Drafts beside the model: opened and checked before pages are counted, bound to the runner once there are pools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lowlat.cache.groups import bytes_per_token
+from lowlat.cache.layout import KVLayout, KVPool
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.runner import ModelRunner
+from lowlat.engine.sampler import draw_guess
+from lowlat.engine.setup_error import SetupError
+from lowlat.models.base import BuildContext, Model
+from lowlat.models.config import UnsupportedModelError
+from lowlat.models.decoder import Decoder, Taps
+from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
+from lowlat.models.loading.errors import CheckpointError
+from lowlat.models.registry import build_model
+from lowlat.parallel.group import SingleRank
+from lowlat.speculative.dflash import BlockProposer, draft_layout
+from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft
+from lowlat.speculative.draft_model import ModelProposer
+from lowlat.speculative.draft_network import DraftNetwork
+from lowlat.speculative.proposer import Choose, Proposer
+
+_MOST_SEQUENTIAL = 15
+
+
+class Draft(Protocol):
+    """A draft that is not bound yet."""
+
+    proposals: int
+    """Most guesses that it can make at once."""
+    token_bytes: int
+    """Bytes of its own that it keeps for every token of the KV pool."""
+
+    def bind(self, runner: ModelRunner) -> Proposer:
+        """Make its pools, at the slots of the runner's. Only rank 0's proposes."""
+
+
+def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build: BuildContext) -> Draft | None:
+    """The draft that `config` names; None where none is needed. Raises `SetupError`."""
+    needs = config.spec == "draft-model" or config.spec in ARCHITECTURES
+    if not needs:
+        if config.draft is not None:
+            raise SetupError(f"--draft {config.draft}: --spec {config.spec} has no use for it; leave it out")
+        return None
+    if config.draft is None:
+        what = "a model folder or file" if config.spec == "draft-model" else "a folder that lowlat train-draft wrote"
+        raise SetupError(f"--spec {config.spec} needs --draft PATH: {what}")
+    if config.spec == "draft-model":
+        return _SmallModel(config.draft, checkpoint, build)
+    if not isinstance(model, Decoder):
+        raise SetupError(f"--spec {config.spec} needs a dense decoder; {config.model} is none: use --spec ngram")
+    return _TrainedDraft(config.spec, config.draft, checkpoint, model, build)
+
+
+def _choose(runner: ModelRunner) -> Choose:
+    return lambda logits_V, slot, position: draw_guess(logits_V, runner.sampling_of(slot), position)
+
+
+class _SmallModel:
+    """A whole model of the same vocabulary, on rank 0."""
+
+    proposals = _MOST_SEQUENTIAL
+
+    def __init__(self, path: str, target: Checkpoint, build: BuildContext) -> None:
+        try:
+            checkpoint = open_checkpoint(path)
+            _check_vocabulary(checkpoint, target)
+            alone = BuildContext(build.platform, SingleRank(), build.dtype, build.max_context)
+            model = build_model(checkpoint, alone, lambda done, total: None)
+        except (CheckpointError, UnsupportedModelError) as error:
+            raise SetupError(f"--draft: {error}") from error
+        if not isinstance(model, Decoder):
+            raise SetupError(f"--draft {path}: a draft model must be a dense decoder")
+        if any(model.config.windows):
+            raise SetupError(f"--draft {path}: a draft model with windows of attention is not supported; use another")
+        longest = checkpoint.config.get("max_position_embeddings") or 0
+        if longest < build.max_context:
+            raise SetupError(
+                f"--draft {path} has a context of {longest} tokens, the model of {build.max_context}: "
+                f"use --max-context {longest} or less"
+            )
+        self._model = model
+        self.token_bytes = bytes_per_token(model.cache_groups())
+
+    def bind(self, runner: ModelRunner) -> Proposer:
+        pages, size = _pool_size(runner)
+        pool = KVPool(self._model.kv_layout(pages, size), torch.device("cpu"))
+        return ModelProposer(self._model, pool, runner, min_rows=runner.min_rows, choose=_choose(runner))
+
+
+class _TrainedDraft:
+    """A DFlash, DFlash 2 or DSpark draft of this model."""
+
+    def __init__(self, kind: str, path: str, checkpoint: Checkpoint, model: Decoder, build: BuildContext) -> None:
+        try:
+            config, weights = load_draft(Path(path))
+            if config.kind != kind:
+                raise DraftFileError(f"{path} is a {config.kind} draft: use --spec {config.kind}")
+            _check_target(config, model)
+            self._network = DraftNetwork(config, build.max_context + config.block_size)
+            self._network.load_state_dict(weights)
+        except DraftFileError as error:
+            raise SetupError(f"--draft: {error}") from error
+        except RuntimeError as error:
+            reason = str(error).replace("\n", " ")
+            raise SetupError(f"--draft {path}: config.json and model.safetensors do not fit: {reason}") from error
+        self._network.requires_grad_(False).eval()
+        self.proposals = config.proposals
+        layout = draft_layout(self._network, 1, 1)
+        self.token_bytes = layout.layers * layout.bytes_per_layer
+        self._model = model
+        self._head = _whole_head(checkpoint, model, build)
+
+    def bind(self, runner: ModelRunner) -> Proposer:
+        pages, size = _pool_size(runner)
+        pool = KVPool(draft_layout(self._network, pages, size), torch.device("cpu"))
+        proposer = BlockProposer(self._network, pool, runner, self._model.embed, self._head, choose=_choose(runner))
+        if runner.rank == 0:
+            self._model.taps = Taps(self._network.config.target_layer_ids, proposer.extend)
+        return proposer
+
+
+def _pool_size(runner: ModelRunner) -> tuple[int, int]:
+    """Pages and their size, those of the target's own pool. Only rank 0 needs more than one page."""
+    layout = runner.kv.layout
+    pages = layout.pages if isinstance(layout, KVLayout) else 0
+    if pages < 1:
+        raise SetupError("drafts beside the model need a model with pages of keys and values: use --spec ngram")
+    return (pages if runner.rank == 0 else 1), layout.page_size
+
+
+def _whole_head(checkpoint: Checkpoint, model: Decoder, build: BuildContext) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The target's head on this rank alone: logits of normed states."""
+    head = model.head
+    if build.communicator.shard.size > 1:
+        name = "lm_head.weight"
+        head = build.platform.pack(checkpoint.tensor(name, build.dtype))
+    return lambda x_RH: head(x_RH.to(build.dtype)).float()
+
+
+def _check_target(config: DraftConfig, model: Decoder) -> None:
+    target = model.config
+    facts = {
+        "hidden_size": (config.hidden_size, target.hidden_size),
+        "vocab_size": (config.vocab_size, target.vocab_size),
+        "num_target_layers": (config.num_target_layers, target.num_hidden_layers),
+    }
+    wrong = [f"{name} {mine}, the model's is {its}" for name, (mine, its) in facts.items() if mine != its]
+    if wrong:
+        raise DraftFileError(f"the draft was trained for another model ({'; '.join(wrong)}): train one for this")
+
+
+def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
+    """Raises `CheckpointError` unless a token's number means the same in both."""
+    sizes = draft.config.get("vocab_size"), target.config.get("vocab_size")
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"{draft.name} has {sizes[0]} tokens and {target.name} {sizes[1]}: a draft model needs the same "
+            "vocabulary; choose a smaller model of the same family"
+        )
+    if _tokens(draft) != _tokens(target):
+        raise CheckpointError(
+            f"the tokenizers of {draft.name} and {target.name} differ: a draft model needs the same vocabulary; "
+            "choose a smaller model of the same family"
+        )
+
+
+def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
+    try:
+        data = json.loads((checkpoint.folder / "tokenizer.json").read_text(encoding="utf-8"))
+        added = {entry["content"]: int(entry["id"]) for entry in data.get("added_tokens") or []}
+        return {**{str(token): int(n) for token, n in data["model"]["vocab"].items()}, **added}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint.name}: tokenizer.json holds no table of tokens ({error})") from None
