@@ -90,7 +90,7 @@ def test_acceptance_is_learnt_by_place_and_by_request():
 class Knowing:
     """Guesses 5 for ever, and counts how often it was asked."""
 
-    costs_time, needs_ranks, follows = True, False, False
+    costs_time, sequential, needs_ranks, follows = True, False, False, False
 
     def __init__(self, clock: list[float]) -> None:
         self.asked, self._clock = 0, clock
