@@ -76,6 +76,8 @@ def test_serve_passes_every_option_on(monkeypatch):
         session_ttl=9.0,
         session_ttl_max=99.0,
         run_ahead=0,
+        replay_tail=150,
+        replay_prefix=129,
         engram_placement="host",
         spec="draft-model",
         draft="small",
@@ -90,6 +92,7 @@ def test_serve_passes_every_option_on(monkeypatch):
     flags += "--page-size 1 --kv-tokens 1000 --no-prefix-cache --run-ahead 0 --engine-seed 9 --low-latency require "
     flags += "--spec draft-model --draft small --spec-width 5 --spec-simulate-acceptance 2.5 --engram-placement host "
     flags += "--session-budget 0.25 --session-ttl 9 --session-ttl-max 99 "
+    flags += "--replay-tail 150 --replay-prefix 129 "
     flags += "--kernels nvidia --watchdog-seconds 7 --port 99 --api-key a --api-key b --max-queue 5 --max-body-mib 2 "
     flags += "--drain-seconds 3 --served-model-name x --host ::1 --max-n 2 --max-prompts 3 --start-wait-seconds 4 "
     flags += "--admin-port 98"

@@ -79,14 +79,17 @@ def test_decoder_replay_of_chunks_no_longer_than_the_tail_is_exact(tiny_v41: Pat
     assert torch.equal(runner.prefill(0, tokens, [16, 16, 3, 16, 1, 16]), expected)
 
 
-def test_rows_that_replay_drops_have_no_logits(tiny_v41: Path) -> None:
+def test_decoder_replay_is_off_for_a_segment_whose_logits_are_wanted(tiny_v41: Path, exact: DeepseekV4) -> None:
+    """Log-probabilities of a prompt are those of the exact mode; a segment beside it still drops rows."""
+    tokens = some_tokens(60, seed=35)
+    expected = Runner(exact).prefill(0, tokens)
     runner = Runner(load(tiny_v41, replay_tail=16))
-    runner.prefill(0, [7], [])
-    before = [tensor.clone() for tensor in runner.caches.state_tensors()]
-    with pytest.raises(ValueError, match="switch it off"):
-        runner.run(runner.rows(0, some_tokens(40), 1), all_logits=True)
-    for tensor, kept in zip(runner.caches.state_tensors(), before, strict=True):
-        assert torch.equal(tensor.view(torch.uint8), kept.view(torch.uint8)), "a refused step must change nothing"
+    assert torch.equal(runner.run(runner.rows(0, tokens, 0)), expected)
+    step = make_step([runner.rows(1, tokens, 0), runner.rows(2, tokens, 0)])
+    step.sample_rows = torch.tensor([*range(60), 119])
+    logits = runner.model.compute(step, runner.caches)
+    assert torch.equal(logits[:60], expected)
+    assert not torch.equal(logits[60], expected[59])
 
 
 @pytest.mark.parametrize("prefix", [48, 100])

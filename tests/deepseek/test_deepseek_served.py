@@ -11,6 +11,7 @@ from lowlat.engine.build import SetupError, build_engine
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.request import GenerateRequest, SamplingParams
+from lowlat.models.config import UnsupportedModelError
 from lowlat.platform.cpu import CpuPlatform
 from lowlat.speculative.proposer import DraftRequest, Proposal
 
@@ -177,7 +178,65 @@ def test_engram_lies_where_the_flag_and_the_memory_say(
         core.close()
 
 
-def test_flags_of_other_models_are_refused(tiny_v4: Path) -> None:
+def scores(core: EngineCore, request: GenerateRequest) -> tuple[list[float], list[float]]:
+    """Log-probabilities of the prompt's tokens (where asked) and of the answer's."""
+    core.submit(request)
+    prompt, answer = [], []
+    while core.has_work:
+        for output in core.turn(10):
+            prompt += [entry.logprob for entry in output.prompt_logprobs or []]
+            answer += [entry.logprob for entry in output.logprobs or []]
+    return prompt, answer
+
+
+def test_decoder_replay_spares_prompts_whose_log_probabilities_are_asked(tiny_v41: Path) -> None:
+    prompt = some_tokens(150, seed=95)
+    plain = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0)
+    scored = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    found = {}
+    for tail in (0, 31):
+        core = make(tiny_v41, replay_tail=tail, chunk_tokens=100)
+        try:
+            found[tail] = scores(core, GenerateRequest(id="a", prompt_ids=prompt, sampling=plain, cache_salt="a"))
+            found[tail] += scores(core, GenerateRequest(id="b", prompt_ids=prompt, sampling=scored, cache_salt="b"))
+            assert core.scheduler.stats.cached_tokens == 0
+        finally:
+            core.close()
+    assert found[31][2:] == found[0][2:], "asked for the prompt's log-probabilities, all rows run"
+    assert found[0][1] == found[0][3]
+    differences = [abs(a - b) for a, b in zip(found[31][1], found[0][1], strict=True)]
+    assert 0 < max(differences) < 2, "replay must have left rows out, and change little"
+
+
+def test_encoder_replay_uses_a_prefix_without_state(tiny_v41: Path) -> None:
+    """Exact where the tokens that run again reach back far enough for all layers' windows (15 each)."""
+    first = some_tokens(200, seed=96)
+    second = [*first[:150], *some_tokens(30, seed=97)]
+    found = {}
+    for replay in (0, 96):
+        core = make(tiny_v41, replay_prefix=replay, kv_tokens=512, spec="draft" if replay else "off")
+        try:
+            stats = core.scheduler.stats
+            run(core, [greedy("first", first)], [])
+            found[replay] = run(core, [greedy("second", second)], [])["second"]
+            assert stats.cached_tokens == (144 if replay else 0)
+            again = run(core, [greedy("again", second)], [])["again"]
+            assert stats.cached_tokens == (144 if replay else 0) + 176, "what was replayed leaves its own state"
+            assert again == found[replay]
+        finally:
+            core.close()
+    assert found[96] == found[0]
+
+
+def test_flags_of_other_models_are_refused(tiny_v4: Path, tiny_v41: Path) -> None:
+    with pytest.raises(SetupError, match=r"--replay-tail 200: .* leave it out"):
+        make(tiny_v4, dtype="float32", replay_tail=200)
+    with pytest.raises(SetupError, match=r"--replay-prefix 200: .* leave it out"):
+        make(tiny_v4, dtype="float32", replay_prefix=200)
+    with pytest.raises(UnsupportedModelError, match="need 31 rows or more"):
+        make(tiny_v41, replay_tail=30)
+    with pytest.raises(UnsupportedModelError, match="a window needs 16 tokens or more"):
+        make(tiny_v41, replay_prefix=15)
     with pytest.raises(SetupError, match="has no Engram tables; leave it out"):
         make(tiny_v4, dtype="float32", engram_placement="host")
     with pytest.raises(SetupError, match=r"--chunk-tokens 15: .* use 16 or more"):

@@ -15,7 +15,7 @@ from test_engine_accounting import Events
 from lowlat.cache.prefix import PrefixCache
 from lowlat.cache.rules import PrefillRules
 from lowlat.cache.snapshots import Snapshots
-from lowlat.engine.batch import PlanLimits, StepPlan, decode_plan, encode_plan
+from lowlat.engine.batch import PlanLimits, Replay, StepPlan, decode_plan, encode_plan
 from lowlat.engine.core import EngineCore
 from lowlat.engine.scheduler import Scheduler
 
@@ -32,15 +32,26 @@ class StateSimulator(KVSimulator):
         self.rules = rules
         # Room for a window, and for the guesses of a step or the tokens that a saved state reaches back over.
         self.places = WINDOW + max(WIDTH - 1, rules.state_reach)
+        self.replays: dict[int, tuple[int, int, list[int]]] = {}
+        self.replayed = 0
         self.begun: dict[int, int] = {}
         self.short_last_chunks = self.cut_last_chunks = self.saved_late = 0
 
     def compute(self, slot: int, position: int, token: int, hidden: range = range(0)) -> int:
         assert not hidden, "models with state have no items"
-        digest = super().compute(slot, position, token, hidden)
+        floor, write_from, told = self.replays.get(slot, (0, 0, []))
+        if position == floor:
+            assert told == [self.kv[self.slot_of(slot, place)][0] for place in range(floor - len(told), floor)]
+        if position < write_from:
+            # A cached token that runs again: its page must hold it, and stays as it is.
+            seen, digest = self.kv[self.slot_of(slot, position)]
+            assert seen == token
+            self.replayed += 1
+        else:
+            digest = super().compute(slot, position, token, hidden)
         ring = self.rings.setdefault(slot, {})
         places = self.places
-        for before in range(max(0, position - WINDOW), position):
+        for before in range(max(floor, position - WINDOW), position):
             expected = (before, self.kv[self.slot_of(slot, before)][1])
             assert ring.get(before % places) == expected, "the slot holds another request's state"
         ring[position % places] = (position, digest)
@@ -52,6 +63,12 @@ class StateSimulator(KVSimulator):
             self.restored += 1
         before = self.lengths.copy()
         begins = {slot for slot, _ in plan.begins}
+        for slot in begins:
+            self.replays.pop(slot, None)
+        for replay in plan.replays:
+            assert len(replay.before) == min(replay.start, self.rules.replay_history)
+            self.replays[replay.slot] = (replay.start, replay.write_from, replay.before)
+            self.rings[replay.slot] = {}
         for chunk in plan.chunks:
             before[chunk.slot] = chunk.start
             if chunk.slot in begins:
@@ -84,7 +101,12 @@ def make_state_core(
         max_batch=max_batch, max_rows=chunk_tokens + max_batch * width, max_pages=min(-(-64 // page_size), pages)
     )
     cache = PrefixCache(
-        pages, page_size, snapshots=Snapshots(max_batch, snapshots), session_budget=session_budget, clock=clock
+        pages,
+        page_size,
+        snapshots=Snapshots(max_batch, snapshots),
+        session_budget=session_budget,
+        clock=clock,
+        replay=rules.replay,
     )
     scheduler = Scheduler(
         cache, limits, eos_ids=frozenset([EOS]), chunk_tokens=chunk_tokens, seed=0, width=width, rules=rules
@@ -101,12 +123,15 @@ class StateEvents(Events):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize(("snapshots", "last_chunk"), [(1, 1), (6, 1), (40, 1), (6, 5)])
+@pytest.mark.parametrize(
+    ("snapshots", "last_chunk", "replay"), [(1, 1, 0), (6, 1, 0), (40, 1, 0), (6, 5, 0), (3, 5, WINDOW), (3, 1, 9)]
+)
 @pytest.mark.parametrize("width", [1, WIDTH])
-def test_random_events(depth: int, snapshots: int, width: int, last_chunk: int) -> None:
+def test_random_events(depth: int, snapshots: int, width: int, last_chunk: int, replay: int) -> None:
     rng = random.Random(depth * 100 + snapshots + width)
     page_size = 4 if last_chunk > 1 else rng.choice([1, 4])
-    rules = PrefillRules(last_chunk=last_chunk, state_reach=page_size - 1 if last_chunk > 1 else 0)
+    reach = page_size - 1 if last_chunk > 1 else 0
+    rules = PrefillRules(last_chunk=last_chunk, state_reach=reach, replay=replay, replay_history=2)
     pages = 40 if page_size == 4 else 90
     events = StateEvents(page_size=page_size, pages=pages, snapshots=snapshots, width=width, rules=rules)
     bases = [[rng.randrange(2) for _ in range(40)] for _ in range(3)]
@@ -129,6 +154,7 @@ def test_random_events(depth: int, snapshots: int, width: int, last_chunk: int) 
     assert events.finished > 50
     assert events.device.cut_last_chunks > 20
     assert (events.device.short_last_chunks > 5) == (last_chunk > 1)
+    assert (events.device.replayed > 20) == (replay > 0)
     assert last_chunk == 1 or events.device.saved_late > 5
     assert events.scheduler.stats.aborted > 10
     assert width == 1 or events.device.accepted > 100
@@ -161,6 +187,7 @@ def test_plans_carry_copies() -> None:
     limits = PlanLimits(max_batch=4, max_rows=8, max_pages=4)
     record = np.zeros(limits.words, dtype=np.int32)
     plan = StepPlan(7, [], [(1, 0, [3])], [], [0, 2], False, [(9, 1)], [(0, 5), (2, 6)])
+    plan.replays = [Replay(1, 48, 64, [5, 6, 7]), Replay(2, 0, 16, [])]
     for previous in (None, [0, 2]):
         encode_plan(plan, record, previous)
         assert decode_plan(record, previous) == plan

@@ -23,7 +23,7 @@ class Lease:
     `private` pages belong to the request; the others belong to the prefix tree, where `node` is locked for them.
     """
 
-    __slots__ = ("cached_tokens", "node", "pages", "private", "restore", "salt", "window")
+    __slots__ = ("cached_tokens", "node", "pages", "private", "replayed", "restore", "salt", "window")
 
     def __init__(self, pages: list[int], node: Node, cached_tokens: int, salt: str) -> None:
         self.pages = pages
@@ -33,8 +33,15 @@ class Lease:
         self.salt = salt
         self.restore = -1
         """State row to copy into the request's slot before its first step; -1: none."""
+        self.replayed = 0
+        """Cached tokens, the last ones, that run again because their prefix has no state."""
         self.window: WindowSpan | None = None
         """Its window pages, where layers have a window."""
+
+    @property
+    def start(self) -> int:
+        """Position of the first row to compute."""
+        return self.cached_tokens - self.replayed
 
 
 class PrefixCache:
@@ -55,8 +62,11 @@ class PrefixCache:
         windows: WindowPages | None = None,
         session_budget: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        replay: int = 0,
     ) -> None:
+        """`replay`: tokens that run again (in whole pages) where a prefix is used that has no snapshot; 0: none is."""
         self.page_size = page_size
+        self.replay_pages = pages_for(replay, page_size)
         self.windows = windows
         self.pool = PagePool(pages, windows.forget if windows is not None else None)
         self.snapshots = snapshots if enabled else None
@@ -88,7 +98,10 @@ class PrefixCache:
             lease.window = self.windows.begin(pages, known)
             self.windows.widen(lease.window, reach)
         if self.snapshots is not None and pages:
-            lease.restore = self.snapshots.use(node)
+            if node.snapshot >= 0:
+                lease.restore = self.snapshots.use(node)
+            else:
+                lease.replayed = self.replay_pages * self.page_size
         return lease
 
     def longest(self, tokens: Sequence[int], salt: str) -> tuple[list[int], Node, int]:
@@ -98,9 +111,12 @@ class PrefixCache:
         """
         pages, node = self.tree.match(tokens, salt)
         if self.snapshots is not None:
+            found, end = list(pages), node
             while node.parent is not None and node.snapshot < 0:
                 del pages[len(pages) - len(node.pages) :]
                 node = node.parent
+            if self.replay_pages and len(found) - len(pages) > self.replay_pages:
+                pages, node = found, end
         known = len(pages)
         if self.windows is not None and (reach := self.windows.reach(pages)) < known:
             pages, node = self.tree.match(tokens[: reach * self.page_size], salt)

@@ -100,6 +100,26 @@ ENGINE_OPTIONS: dict[str, Any] = {
             "--run-ahead", panel=_COMPUTE, min=0, help="Steps launched before the result of an earlier one is read."
         ),
     ],
+    "replay_tail": Annotated[
+        int,
+        _option(
+            "--replay-tail",
+            panel=_COMPUTE,
+            min=0,
+            help="DeepSeek-V4.1: only so many last rows of a prefill chunk run through the decoder half, which halves "
+            "a prefill. Changes answers a little; for prompt log-probabilities all rows run. 0: off, exact.",
+        ),
+    ],
+    "replay_prefix": Annotated[
+        int,
+        _option(
+            "--replay-prefix",
+            panel=_COMPUTE,
+            min=0,
+            help="DeepSeek-V4.1: run so many cached tokens again where a prefix is cached but its state is not, "
+            "instead of computing all of it. Changes answers a little. 0: off, exact.",
+        ),
+    ],
     "engram_placement": Annotated[
         Literal["auto", "shards", "peer", "host"],
         _option(

@@ -15,9 +15,10 @@ import numpy as np
 from lowlat.engine.score_task import ItemRows
 from lowlat.grammars.matcher import GrammarLine
 
-_HEADER = 9
+_HEADER = 10
 _CHUNK_WORDS = 8
 _SAMPLES, _SCORES = 1, 2
+_LONGEST_HISTORY = 8
 
 
 class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,8 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
         chunks = self.max_batch * _CHUNK_WORDS + 3 * self.max_rows
         copies = 2 * 2 * self.max_batch
         windows = self.max_batch * (3 + self.max_window_pages) if self.max_window_pages else 0
-        return _HEADER + begins + pages + chunks + self.max_batch + copies + windows
+        replays = self.max_batch * (4 + _LONGEST_HISTORY)
+        return _HEADER + begins + pages + chunks + self.max_batch + copies + windows + replays
 
 
 class SlotSampling(msgspec.Struct, frozen=True):
@@ -102,6 +104,16 @@ class PrefillChunk(msgspec.Struct):
     """Rows at the chunk's end that are items; None: every row sees all tokens before it."""
 
 
+class Replay(msgspec.Struct):
+    """A request begins on a cached prefix without state: tokens from `start` on run again to rebuild it, and what pages
+    hold before `write_from` stays as it is. `before`: tokens before `start`, the newest last, at most 8."""
+
+    slot: int
+    start: int
+    write_from: int
+    before: list[int]
+
+
 class StepPlan(msgspec.Struct):
     """What one step does. Rows are the chunks' tokens in order, then those of each decode slot.
 
@@ -124,6 +136,8 @@ class StepPlan(msgspec.Struct):
     """(slot, state row): copies to make after it, of slots whose sequence has grown past the end of a page."""
     windows: list[tuple[int, int, list[int]]] = msgspec.field(default_factory=list)
     """As `pages`, for the tables of window pages; entries that the window has passed are never taken back."""
+    replays: list[Replay] = msgspec.field(default_factory=list)
+    """Among the slots that begin, those that rebuild their state."""
 
     @property
     def rows(self) -> int:
@@ -161,6 +175,10 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
     for source, target in plan.restores + plan.saves:
         record[position : position + 2] = (source, target)
         position += 2
+    for replay in plan.replays:
+        words = [replay.slot, replay.start, replay.write_from, len(replay.before), *replay.before]
+        record[position : position + len(words)] = words
+        position += len(words)
     record[:_HEADER] = (
         plan.step,
         len(plan.begins),
@@ -171,13 +189,15 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
         plan.general,
         len(plan.restores) << 16 | len(plan.saves),
         len(plan.windows),
+        len(plan.replays),
     )
 
 
 def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepPlan:
     """Read what `encode_plan` wrote; `previous_decodes` as there. Settings are greedy, targets are -1."""
     header = record[:_HEADER].tolist()
-    step, begin_count, page_count, chunk_count, decode_count, same, general, copies, window_count = header
+    step, begin_count, page_count, chunk_count, decode_count, same, general, copies = header[:8]
+    window_count, replay_count = header[8:]
     position = _HEADER
     begins = []
     for _ in range(begin_count):
@@ -208,5 +228,11 @@ def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepP
     restore_count, save_count = copies >> 16, copies & 0xFFFF
     pairs = [tuple(pair) for pair in record[position:][: 2 * (restore_count + save_count)].reshape(-1, 2).tolist()]
     restores, saves = pairs[:restore_count], pairs[restore_count:]
+    position += 2 * len(pairs)
+    replays = []
+    for _ in range(replay_count):
+        slot, start, write_from, count = record[position : position + 4].tolist()
+        replays.append(Replay(slot, start, write_from, record[position + 4 : position + 4 + count].tolist()))
+        position += 4 + count
     windows, pages = pages[page_count:], pages[:page_count]
-    return StepPlan(step, begins, pages, chunks, decodes, bool(general), restores, saves, windows)
+    return StepPlan(step, begins, pages, chunks, decodes, bool(general), restores, saves, windows, replays)

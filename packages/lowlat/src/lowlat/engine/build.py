@@ -91,6 +91,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
                 snapshots=parts.snapshots,
                 windows=parts.windows,
                 session_budget=config.session_budget,
+                replay=parts.rules.replay,
             ),
             parts.limits,
             eos_ids=frozenset(parts.facts.eos_ids),
@@ -141,6 +142,8 @@ def build_rank(
         max_context,
         config.spec == "draft",
         page_size=config.page_size,
+        replay_tail=config.replay_tail,
+        replay_prefix=config.replay_prefix,
         engram_placement=config.engram_placement,
     )
     with _refusals():
@@ -243,6 +246,12 @@ def _rules(config: EngineConfig, model: Model) -> PrefillRules:
             f"--engram-placement {config.engram_placement}: {config.model} has no Engram tables; leave it out"
         )
     rules = prefill_rules(model)
+    for flag, wanted, done in (
+        ("--replay-tail", config.replay_tail, rules.tail),
+        ("--replay-prefix", config.replay_prefix, rules.replay),
+    ):
+        if wanted and not done:
+            raise SetupError(f"{flag} {wanted}: {config.model} has no bounded replay; leave it out")
     if config.chunk_tokens < rules.last_chunk:
         raise SetupError(
             f"--chunk-tokens {config.chunk_tokens}: a prompt's last chunk has at least {rules.last_chunk} tokens with "

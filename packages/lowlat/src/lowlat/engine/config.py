@@ -37,6 +37,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most seconds that a request may ask for."""
     run_ahead: int = 1
     """Steps launched before the result of an earlier one is read (0: none)."""
+    replay_tail: int = 0
+    """Rows at the end of each prefill chunk that run through all layers (DeepSeek-V4.1); the others stop where the last
+    compressed cache is written, which halves a prefill. An approximation; 0: off, exact."""
+    replay_prefix: int = 0
+    """Cached tokens that run again where a cached prefix has no state of its own (DeepSeek-V4.1), so that it can be
+    used nevertheless. An approximation; 0: off, exact."""
     engram_placement: str = "auto"
     """Where Engram tables (DeepSeek-V4.1) lie. `shards`: each rank holds its columns, an all-reduce joins them; `peer`:
     each rank maps all ranks' columns; `host`: one copy for the node, the checkpoint's own file mapped; `auto`: `shards`

@@ -23,7 +23,7 @@ from lowlat.engine.sampler import label_logprobs, sample_bursts, simulated_burst
 from lowlat.engine.slot_table import SlotTable
 from lowlat.engine.speculation import Speculation
 from lowlat.layers.step import Segment, StepInputs
-from lowlat.models.base import Model, ModelCache
+from lowlat.models.base import Model, ModelCache, ReplayingCache
 from lowlat.parallel.group import Communicator
 
 
@@ -65,6 +65,8 @@ class ModelRunner:
         self._segments_only = has_state
         # Models with state never group decodes, so they need no masks.
         self._dtype = kv.keys[0].dtype if isinstance(kv, KVPool) and kv.keys else torch.float32
+        self._replays = [(0, 0)] * limits.max_batch
+        """Of each slot: the position where its state begins, and the one from which its rows write to pages."""
         self.kernel_steps: KernelSteps | None = None
         """Where a kernel library is installed: who is asked first."""
         self.speculation: Speculation | None = None
@@ -217,6 +219,11 @@ class ModelRunner:
             self._table.begin(slot)
             if self._window:
                 self._window_table.begin(slot)
+            self._replays[slot] = (0, 0)
+        for replay in plan.replays:
+            assert isinstance(self.kv, ReplayingCache)
+            self._replays[replay.slot] = (replay.start, replay.write_from)
+            self.kv.begin_replay(replay.slot, replay.start, replay.before)
         for slot, first, pages in plan.pages:
             self._table.update(slot, first, pages)
         for slot, first, pages in plan.windows if self._window else ():
@@ -272,7 +279,7 @@ class ModelRunner:
             positions_R=torch.tensor(positions + padding),
             write_slots=self._table.written(written),
             real_rows=len(tokens),
-            segments=[self._table.segment(*segment) for segment in segments],
+            segments=[self.segment(*segment) for segment in segments],
             decodes=self._table.decode_groups(singles, self._lengths, self._dtype),
             sample_rows=torch.tensor(sample_rows + score_rows + read_rows, dtype=torch.int64),
             items=[group.seen(self._table) for group in groups],
@@ -290,7 +297,9 @@ class ModelRunner:
 
     def segment(self, slot: int, rows: range, length: int) -> Segment:
         """Rows of a request whose last is token `length - 1` (see `speculative.proposer.Tables`)."""
-        return self._table.segment(slot, rows, length)
+        segment = self._table.segment(slot, rows, length)
+        segment.floor, segment.write_from = self._replays[slot]
+        return segment
 
     @property
     def rank(self) -> int:

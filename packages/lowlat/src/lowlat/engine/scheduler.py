@@ -17,7 +17,7 @@ from lowlat.cache.pages import OutOfPagesError
 from lowlat.cache.prefix import Lease, PrefixCache
 from lowlat.cache.rules import PrefillRules
 from lowlat.engine.active import ActiveRequest, Launch
-from lowlat.engine.batch import PlanLimits, PrefillChunk, StepPlan
+from lowlat.engine.batch import PlanLimits, PrefillChunk, Replay, StepPlan
 from lowlat.engine.executor import StepResult
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from lowlat.engine.score_task import ScoreProgress, check_task
@@ -300,7 +300,7 @@ class Scheduler:
                 continue
             lease = self._lease(active)
             missing = self.cache.missing(lease, active.places)
-            start = active.next_row(lease.cached_tokens)
+            start = active.next_row(lease.start)
             end = self._chunk_end(active, start, rows)
             # While something runs, pages come back without taking a session's.
             idle = not self._running and not self._ending
@@ -315,6 +315,9 @@ class Scheduler:
             plan.begins.append((active.slot, active.slot_sampling()))
             if lease.restore >= 0:
                 plan.restores.append((lease.restore, active.slot))
+            if lease.replayed:
+                before = active.tokens[max(0, start - self.rules.replay_history) : start]
+                plan.replays.append(Replay(active.slot, start, lease.cached_tokens, before))
             rows -= self._add_chunk(active, plan, launch, end)
 
     def _chunk_end(self, active: ActiveRequest, start: int, rows: int) -> int:
@@ -340,7 +343,7 @@ class Scheduler:
         active.slot = self._slots.pop()
         active.sent_pages = 0
         active.prefill_end = len(active.tokens)
-        active.launched = active.filled = active.next_row(lease.cached_tokens)
+        active.launched = active.filled = active.next_row(lease.start)
         active.launched_samples = len(active.tokens) - active.prompt_tokens
         if active.cached_tokens < 0:
             active.cached_tokens = lease.cached_tokens

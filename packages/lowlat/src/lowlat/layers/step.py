@@ -24,6 +24,10 @@ class Segment(msgspec.Struct):
     run: int
     slot: int = -1
     """Batch slot of the request, and row of its per-request state."""
+    floor: int = 0
+    """Positions before it are not in the state (bounded replay)."""
+    write_from: int = 0
+    """Rows before this position leave the pages as they are (replay of cached tokens)."""
 
 
 class DecodeGroup(msgspec.Struct):

@@ -34,6 +34,9 @@ class BuildContext(msgspec.Struct, frozen=True):
     """Whether the model's own draft is wanted (`DraftingModel`)."""
     page_size: int = 16
     """Tokens of a page."""
+    replay_tail: int = 0
+    replay_prefix: int = 0
+    """Bounded replay, as `PrefillRules` has it: what the user wants."""
     engram_placement: str = "auto"
     """Where Engram tables lie, for models that have them."""
 
@@ -63,6 +66,14 @@ class ModelCache(Protocol):
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy one row of per-request state; never called for models without."""
+
+
+@runtime_checkable
+class ReplayingCache(Protocol):
+    """A cache of which a request's state can be rebuilt by running its last cached tokens again."""
+
+    def begin_replay(self, state: int, start: int, tokens_before: list[int]) -> None:
+        """Prepare state row `state` for rows from position `start` on; see `PrefillRules.replay`."""
 
 
 class Model(Protocol):

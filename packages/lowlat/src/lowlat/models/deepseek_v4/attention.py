@@ -254,6 +254,8 @@ class Compressor:
         if self.gate is None:
             for segment in rows.segments:
                 begin = max(segment.start, segment.write_from)
+                if begin >= segment.length:
+                    continue  # all rows are replayed: their entries exist
                 entries = torch.arange(begin, segment.length)
                 result.append((segment, entries, self._normed(content_RD[segment.span][begin - segment.start :])))
             return result

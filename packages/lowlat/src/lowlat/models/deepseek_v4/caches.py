@@ -164,7 +164,7 @@ class DeepseekCaches:
 
         Needs the last min(start, n-gram size - 1) tokens before `start`, the newest last.
         """
-        needed = min(start, self.config.engram_max_ngram_size - 1)
+        needed = min(start, self.config.engram_max_ngram_size - 1) if self.config.engram_layer_ids else 0
         if len(tokens_before) < needed:
             raise ValueError(f"{needed} tokens before position {start} are needed, not {len(tokens_before)}")
         if needed:

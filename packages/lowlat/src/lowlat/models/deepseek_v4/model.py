@@ -183,7 +183,7 @@ class DeepseekV4:
         tokens_R = step.tokens_R[: step.real_rows]
         segments = [segment for segment in step.segments if isinstance(segment, StateSegment)]
         rows = Rows(step.positions_R[: step.real_rows], segments, {}, [])
-        tail = tail_of(rows, self.options.replay_tail) if self._replay_layer() is not None else None
+        tail = tail_of(rows, self.options.replay_tail, step.sample_rows) if self._replay_layer() is not None else None
         wanted = step.sample_rows if tail is None else tail.map(step.sample_rows)
         found = self._look_up(tokens_R, segments, caches)
         x_RH = F.embedding(tokens_R, self.embedding_VH)

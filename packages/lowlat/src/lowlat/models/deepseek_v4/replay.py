@@ -29,19 +29,21 @@ class Tail:
         return x_R.index_select(0, self._kept_R)
 
     def map(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where rows of the step are now. Raises `ValueError` for a row that was dropped: its logits are not known."""
-        places = self._place_R[rows]
-        if bool((places < 0).any()):
-            raise ValueError("logits of a row that bounded replay drops were asked for; switch it off for them")
-        return places
+        """Where rows of the step are now."""
+        return self._place_R[rows]
 
 
-def tail_of(rows: Rows, keep: int) -> Tail:
-    """The last `keep` rows of each segment, with its window beginning there when rows were dropped."""
+def tail_of(rows: Rows, keep: int, wanted: torch.Tensor) -> Tail:
+    """The last `keep` rows of each segment, with its window beginning there when rows were dropped.
+
+    Where logits are `wanted` of a row that would be dropped (log-probabilities of a prompt), none of its segment is.
+    """
     segments: list[StateSegment] = []
     kept: list[torch.Tensor] = []
     for segment in rows.segments:
-        count = min(keep, segment.rows)
+        dropped_end = segment.first + segment.rows - keep
+        whole = bool(((wanted >= segment.first) & (wanted < dropped_end)).any())
+        count = segment.rows if whole else min(keep, segment.rows)
         first_row = segment.first + segment.rows - count
         start = segment.length - count
         changes: dict[str, int] = {"first": sum(len(part) for part in kept), "rows": count}

@@ -14,7 +14,7 @@ from lowlat.layers.step import Segment, StepInputs
 from lowlat.models.base import BuildContext, LoadProgress
 from lowlat.models.config import UnsupportedModelError
 from lowlat.models.deepseek_v4.caches import DeepseekCaches
-from lowlat.models.deepseek_v4.config import read_deepseek_config
+from lowlat.models.deepseek_v4.config import DeepseekConfig, read_deepseek_config
 from lowlat.models.deepseek_v4.engram_tables import Placement, WantedPlacement, choose_placement
 from lowlat.models.deepseek_v4.model import DeepseekV4, Options
 from lowlat.models.deepseek_v4.step import StateSegment
@@ -47,18 +47,17 @@ class ServedDeepseek:
         if build.dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedModelError(f"{checkpoint.name}: dtype must be float32 or bfloat16, not {build.dtype}")
         options = Options(
-            quantised=build.dtype == torch.bfloat16, draft=build.draft, engram=_placement(checkpoint, build)
+            quantised=build.dtype == torch.bfloat16,
+            draft=build.draft,
+            engram=_placement(checkpoint, build),
+            replay_tail=build.replay_tail,
         )
         self.model = DeepseekV4(checkpoint, build.communicator, options, progress)
         self.config = self.model.config
         self.engram_placement = options.engram if self.model.engrams else None
         self.draft_block = self.model.draft.block if self.model.draft is not None else 0
         self._page_size = build.page_size
-
-    @property
-    def prefill_rules(self) -> PrefillRules:
-        """A last chunk fills a window. A record reaches back over a page, so no chunk need end where a page does."""
-        return PrefillRules(last_chunk=self.config.sliding_window, state_reach=self._page_size - 1)
+        self.prefill_rules = _prefill_rules(self.config, build)
 
     def cache_groups(self) -> list[CacheGroup]:
         """Compressed entries in pages, and one record a request."""
@@ -99,6 +98,30 @@ class ServedDeepseek:
         return [Proposal(tokens, chances=confidence) for tokens, confidence in pairs]
 
 
+def _prefill_rules(config: DeepseekConfig, build: BuildContext) -> PrefillRules:
+    """A last chunk fills a window. A record reaches back over a page, so no chunk need end where a page does.
+
+    Raises `UnsupportedModelError` for a replay of fewer rows than windows and records look back over.
+    """
+    window, reach = config.sliding_window, build.page_size - 1
+    if not config.kv_source_layer_ids:
+        return PrefillRules(last_chunk=window, state_reach=reach)
+    if 0 < build.replay_tail < window + reach:
+        raise UnsupportedModelError(
+            f"--replay-tail {build.replay_tail}: windows of {window} and pages of {build.page_size} need "
+            f"{window + reach} rows or more"
+        )
+    if 0 < build.replay_prefix < window:
+        raise UnsupportedModelError(f"--replay-prefix {build.replay_prefix}: a window needs {window} tokens or more")
+    return PrefillRules(
+        last_chunk=window,
+        state_reach=reach,
+        tail=build.replay_tail,
+        replay=build.replay_prefix,
+        replay_history=config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0,
+    )
+
+
 def _placement(checkpoint: Checkpoint, build: BuildContext) -> Placement:
     """Where Engram's tables lie: as wanted, or by what memory the other weights leave; rank 0 decides."""
     config, ranks = read_deepseek_config(checkpoint.config), build.communicator.shard.size
@@ -118,5 +141,7 @@ def _with_state(segment: Segment) -> StateSegment:
         slots_L=segment.slots_L,
         run=segment.run,
         slot=segment.slot,
+        floor=segment.floor,
+        write_from=segment.write_from,
         state=segment.slot,
     )

@@ -15,14 +15,11 @@ from lowlat.layers.step import Segment, StepInputs
 class StateSegment(Segment, kw_only=True):
     """Neighbouring rows of one request.
 
-    `state`: row of the per-request state (windows, compressor rings, token history). `floor`: positions before it are
-    not in the windows (bounded replay). `write_from`: compressed entries are written, and the draft's context grows,
-    only from this position on (replay of cached tokens).
+    `state`: row of the per-request state (windows, compressor rings, token history). Positions before `floor` are not
+    in the windows. Compressed entries are written, and the draft's context grows, only from `write_from` on.
     """
 
     state: int
-    floor: int = 0
-    write_from: int = 0
 
     @property
     def start(self) -> int:
