@@ -36,6 +36,12 @@ CacheSalt = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 TemplateKey = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[str, Meta(max_length=256)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -75,8 +81,8 @@ class GenerationFields(Unsupported, kw_only=True):
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -84,7 +90,7 @@ class GenerationFields(Unsupported, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Meta(max_length=1024)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -101,7 +107,7 @@ class GenerationFields(Unsupported, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
     session_id: RequestId | None = None
@@ -151,3 +157,5 @@ class ChatRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[TemplateKey, Any], Meta(max_length=32)] | None = None
     """Variables for the chat template, such as `enable_thinking`."""
+    reasoning_effort: Effort | None = None
+    """How long the model should think, where its template can say so."""
