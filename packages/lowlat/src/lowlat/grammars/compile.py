@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from lowlat.grammars.grammar import Grammar, GrammarError
-from lowlat.grammars.schema_checks import check_schema
+from lowlat.grammars.schema import prepare_schema
 
 MAX_WHITESPACE = 64
 """Most white space in a row between the parts of a JSON text: a model must not fill an answer with it."""
@@ -45,8 +45,9 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
     if kind == "json_object":
         return compiler.compile_json_schema('{"type":"object"}', strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
     if kind == "json_schema":
-        check_schema(_parse(text))
-        return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+        schema = _parse(text)
+        prepare_schema(schema)
+        return compiler.compile_json_schema(_write(schema), max_whitespace_cnt=MAX_WHITESPACE)
     if kind == "regex":
         return compiler.compile_regex(text)
     if kind == "ebnf":
@@ -54,7 +55,9 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
     if kind == "choice":
         return compiler.compile_grammar("root ::= " + " | ".join(map(quote, _options(text))))
     if kind == "structural_tag":
-        return compiler.compile_structural_tag(text)
+        tag = _parse(text)
+        _prepare_tag(tag)
+        return compiler.compile_structural_tag(_write(tag))
     raise GrammarError(f"grammars of kind {kind!r} are not known")
 
 
@@ -63,6 +66,26 @@ def _parse(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise GrammarError(f"not JSON: {error}") from None
+
+
+def _write(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise GrammarError("a number is too large") from None
+
+
+def _prepare_tag(tag: Any) -> None:
+    """Rewrite the schemas in a structural tag."""
+    if isinstance(tag, list):
+        for item in tag:
+            _prepare_tag(item)
+    elif isinstance(tag, dict):
+        for key, value in tag.items():
+            if key == "json_schema":
+                prepare_schema(value)
+            else:
+                _prepare_tag(value)
 
 
 def _options(text: str) -> list[str]:

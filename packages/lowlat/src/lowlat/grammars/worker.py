@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -90,7 +91,10 @@ class GrammarServer:
         self._compiled: Any = None
         self._matchers: dict[int, tuple[int, Any]] = {}
         """By slot: the request's number and where it stands."""
+        self._last: dict[int, int] = {}
+        """By slot: the last byte of its text."""
         self._mask = np.zeros((1, -(-setup.vocab_size // 32)), dtype=np.int32)
+        self._well_formed = _well_formed_masks(setup.tokens, setup.vocab_size)
 
     def compile(self, grammar: Grammar) -> None:
         """Compile, and follow the grammar for some tokens to see that this takes no time. Raises `GrammarError`."""
@@ -111,7 +115,7 @@ class GrammarServer:
             matcher = self._matcher([], [])
             for _ in range(_PROBE_TOKENS):
                 signal.setitimer(signal.ITIMER_PROF, STEP_S)
-                allowed = np.flatnonzero(np.unpackbits(self._fill(matcher), bitorder="little"))
+                allowed = np.flatnonzero(np.unpackbits(self._fill(matcher, 0), bitorder="little"))
                 if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed))):
                     break
 
@@ -121,10 +125,11 @@ class GrammarServer:
         # An empty list is not allowed; without one, no token ends an answer.
         return self._xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=sorted({*ends, *control}) or None)
 
-    def _fill(self, matcher: Any) -> np.ndarray:
-        self._mask.fill(0)
+    def _fill(self, matcher: Any, last: int) -> np.ndarray:
+        """A bit for each token that may follow a text which ends with the byte `last`."""
         matcher.fill_next_token_bitmask(self._mask)
         bits: np.ndarray = self._mask.view(np.uint8)[0]
+        bits &= self._well_formed.get(last, self._well_formed[0])
         return bits
 
     def handle(self, message: Message) -> bytes:
@@ -132,18 +137,41 @@ class GrammarServer:
         if isinstance(message, Open):
             self._matchers[message.slot] = message.number, self._matcher(message.ends, message.stops)
             tokens = message.answer
+            self._last[message.slot] = 0
         else:
             tokens = [message.token]
         number, matcher = self._matchers[message.slot]
         for token in tokens:
             if matcher.is_terminated() or not matcher.accept_token(token):
                 break
+            text = self._setup.tokens[token] if token < len(self._setup.tokens) else b""
+            self._last[message.slot] = text[-1] if text else 0
         if matcher.is_terminated():
             return ANSWER.pack(number, ENDED)
-        bits = self._fill(matcher)
+        bits = self._fill(matcher, self._last[message.slot])
         if not bits.any():
             return ANSWER.pack(number, COMPLETE if matcher.is_completed() else STUCK)
         return ANSWER.pack(number, GOES_ON) + bits.tobytes()
+
+
+_NEVER = re.compile(rb"[\xc0\xc1\xf5-\xff]")
+_MALFORMED = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F), 0xF4: (0x90, 0xBF)}
+"""First bytes of a character, and the second bytes that must not follow them in UTF-8 (RFC 3629)."""
+
+
+def _well_formed_masks(tokens: list[bytes], vocab_size: int) -> dict[int, np.ndarray]:
+    """By last byte of the text (0: any other): a bit for each token that keeps it well-formed. XGrammar's classes of
+    characters let any second byte follow."""
+    good = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+    good[:vocab_size] = True
+    good[[n for n, token in enumerate(tokens) if _NEVER.search(token)]] = False
+    first = np.array([token[0] if token else 0 for token in tokens], dtype=np.int32)
+    masks = {0: np.packbits(good, bitorder="little")}
+    for lead, (low, high) in _MALFORMED.items():
+        fewer = good.copy()
+        fewer[: len(first)][(first >= low) & (first <= high)] = False
+        masks[lead] = np.packbits(fewer, bitorder="little")
+    return masks
 
 
 def serve_grammar(connection: Connection, server: GrammarServer, setup: Setup) -> None:

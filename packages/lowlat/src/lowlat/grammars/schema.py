@@ -1,4 +1,7 @@
-"""What a JSON schema may say here. What the compiler would leave out in silence is refused, so answers always fit."""
+"""What a JSON schema may say here, and how the compiler is told.
+
+What the compiler would leave out in silence is refused, so answers always fit.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowlat.grammars.grammar import GrammarError
+from lowlat.grammars.patterns import length_pattern, safe_pattern
 
 _UNSUPPORTED = {
     "uniqueItems", "contains", "minContains", "maxContains", "not", "dependentRequired", "dependentSchemas",
@@ -48,8 +52,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_schema(schema: Any) -> None:
-    """Raises `GrammarError` naming the place of the first keyword that cannot be followed."""
+def prepare_schema(schema: Any) -> None:
+    """Rewrite a schema, in place, to an equal one that the compiler gets right.
+
+    Raises `GrammarError` naming the place of the first keyword that cannot be enforced.
+    """
     open_ends: list[tuple[str, Any]] = [("$", schema)]
     while open_ends:
         where, part = open_ends.pop()
@@ -58,6 +65,7 @@ def check_schema(schema: Any) -> None:
         if not isinstance(part, dict):
             raise GrammarError(f"{where}: a schema is an object, true or false")
         _check_keywords(where, part)
+        _rewrite_string(where, part)
         open_ends.extend(_parts(where, part))
 
 
@@ -101,6 +109,36 @@ _OBJECTS = (
     "propertyNames", "unevaluatedProperties",
 )  # fmt: skip
 _ASSERTIONS = {"type", *_NEEDS_TYPE, *_OBJECTS}
+
+
+def _rewrite_string(where: str, part: dict[str, Any]) -> None:
+    """Lengths become patterns."""
+    lengths = [key for key in ("minLength", "maxLength") if key in part]
+    given = [*lengths[:1], *(key for key in ("pattern", "format") if key in part)]
+    if len(given) > 1:
+        raise GrammarError(f"{where}.{given[1]}: cannot be enforced together with {given[0]}")
+    if lengths:
+        least, most = part.pop("minLength", 0), part.pop("maxLength", None)
+        for limit in (least, 0 if most is None else most):
+            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+                raise GrammarError(f"{where}.{lengths[0]}: lengths are whole numbers, 0 or more")
+        if most is not None and most < least:
+            raise GrammarError(f"{where}.maxLength: {most} is less than minLength {least}")
+        part["pattern"] = length_pattern(least, most)
+    elif "pattern" in part:
+        part["pattern"] = _safe(f"{where}.pattern", part["pattern"])
+    if isinstance(part.get("patternProperties"), dict):
+        place = f"{where}.patternProperties"
+        part["patternProperties"] = {_safe(place, name): item for name, item in part["patternProperties"].items()}
+
+
+def _safe(where: str, pattern: Any) -> str:
+    if not isinstance(pattern, str):
+        raise GrammarError(f"{where}: a pattern is a text")
+    try:
+        return safe_pattern(pattern)
+    except GrammarError as error:
+        raise GrammarError(f"{where}: {error}") from None
 
 
 def _check_type(where: str, part: dict[str, Any]) -> None:
