@@ -297,6 +297,9 @@ def test_the_description_names_every_route_and_its_forms(live):
     assert set(document["paths"]) == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/tokenize",
         "/v1/score",
         "/v1/rerank",

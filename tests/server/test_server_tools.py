@@ -13,10 +13,12 @@ from server_kit import Live, byte_text_model
 from tools_kit import TEMPLATE, TIME, WEATHER, tool_server
 
 from lowlat.cli.serve import serve
+from lowlat.grammars.grammar import Grammar
 from lowlat.server.answers import AssistantMessage, ToolCallDelta
 from lowlat.server.chat_messages import chat_of
+from lowlat.server.errors import ApiError
 from lowlat.server.requests import Message
-from lowlat.server.tool_plan import grammar_of, reading_of
+from lowlat.server.tool_plan import behind_reasoning, grammar_of, reading_of
 from lowlat.server.tool_requests import (
     MAX_TOOL_BYTES,
     FunctionTool,
@@ -27,7 +29,7 @@ from lowlat.server.tool_requests import (
     ToolChoice,
     offered_tools,
 )
-from lowlat.text.tool_calls.formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormats
+from lowlat.text.tool_calls.formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormats, Reading
 
 TOOLS = [WEATHER, TIME]
 PARIS = {"city": "Paris"}
@@ -306,6 +308,51 @@ def test_required_and_named_calls_have_a_grammar(thinks: bool) -> None:
     assert accepted(f"<think>hm</think>\n\n{weather}", named) == thinks
     assert accepted(f"hm</think>\n\n{weather}", named, prompt=b"...<think>\n") == thinks
     assert accepted(weather, named, prompt=b"...<think>\n") == (not thinks)
+
+
+def test_a_grammar_of_the_request_holds_behind_reasoning() -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string
+
+    text = msgspec.structs.replace(byte_text_model(), formats=AnswerFormats("hermes", "think"))
+    reading = reading_of(list(b"q"), OfferedTools(), text)
+    assert reading is not None
+    cases = [
+        (Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}), '{"a": 1}', '{"a": "x"}'),
+        (Grammar("json_object"), '{"x": [1]}', "[1]"),
+        (Grammar("regex", "[ab]+"), "abba", "abc"),
+        (Grammar("ebnf", 'root ::= "yes" | "no"'), "yes", "maybe"),
+        (Grammar.choice(["red", "blue"]), "blue", "green"),
+        (
+            Grammar("structural_tag", '{"type": "structural_tag", "format": {"type": "regex", "pattern": "x"}}'),
+            "x",
+            "y",
+        ),
+    ]
+    for grammar, good, bad in cases:
+        tag = behind_reasoning(grammar, reading, "f")
+        compiled = xgrammar.Grammar.from_structural_tag(tag.text)
+        for thought in ("", "<think>\nany { thing\n</think>\n\n"):
+            assert _is_grammar_accept_string(compiled, thought + good), grammar
+            assert not _is_grammar_accept_string(compiled, thought + bad), grammar
+    for broken in (Grammar("structural_tag", "{}"), Grammar("json_schema", "{"), Grammar("json_schema", '{"not": {}}')):
+        with pytest.raises(ApiError, match="f: cannot be followed"):
+            behind_reasoning(broken, reading, "f")
+    channels = Reading(AnswerFormats("harmony", "harmony"))
+    with pytest.raises(ApiError, match="harmony"):
+        behind_reasoning(Grammar("json_object"), channels, "f")
+
+
+def test_schemas_that_cannot_be_enforced_are_refused_where_a_call_is_required(server: Live) -> None:
+    body = {"messages": [{"role": "user", "content": "hello?"}], "tools": [WEATHER, tool()]}
+    body["tools"][1]["function"]["parameters"] = {"properties": {"a": {"not": {}}}}
+    assert server.post("/v1/chat/completions", **body).status_code == 200
+    answer = server.post("/v1/chat/completions", **body, tool_choice="required")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools[1].function.parameters"
+    named = {"type": "function", "function": {"name": "weather"}}
+    both = server.post("/v1/chat/completions", **body, tool_choice=named, response_format={"type": "json_object"})
+    assert both.status_code == 400
 
 
 DEEP: dict[str, Any] = {}

@@ -73,8 +73,6 @@ def decode_struct(data: bytes, form: type[Form]) -> Form:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _explain_malformed(data, str(error)) from None
     _refuse_unsupported(body, "")
-    for number, message in enumerate(getattr(body, "messages", None) or []):
-        _refuse_unsupported(message, f"messages[{number}].")
     return body
 
 
@@ -85,10 +83,8 @@ def decode_body(data: bytes, form: type[Body]) -> Body:
         ApiError: 400, as `decode_struct`.
     """
     body = decode_struct(data, form)
-    if body.stream_options is not None:
-        _refuse_unsupported(body.stream_options, "stream_options.")
-        if not body.stream:
-            raise bad_field("stream_options", "only allowed with stream: true")
+    if body.stream_options is not None and not body.stream:
+        raise bad_field("stream_options", "only allowed with stream: true")
     return body
 
 
@@ -147,10 +143,18 @@ def _no_ops(form: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
 
 
 def _refuse_unsupported(body: msgspec.Struct, prefix: str) -> None:
-    for name, accepted in _no_ops(type(body)).items():
+    """Looks at a body and at every struct in it."""
+    no_ops = _no_ops(type(body))
+    for name in body.__struct_fields__:
         value = getattr(body, name)
-        if value is not None and not any(_same(value, harmless) for harmless in accepted):
-            raise bad_field(f"{prefix}{name}", "this server does not support this option", code="unsupported")
+        if name in no_ops:
+            if value is not None and not any(_same(value, harmless) for harmless in no_ops[name]):
+                raise bad_field(f"{prefix}{name}", "this server does not support this option", code="unsupported")
+        elif isinstance(value, msgspec.Struct):
+            _refuse_unsupported(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+            for number, item in enumerate(value):
+                _refuse_unsupported(item, f"{prefix}{name}[{number}].")
 
 
 def _same(value: Any, other: Any) -> bool:

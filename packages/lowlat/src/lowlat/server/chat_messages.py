@@ -10,6 +10,7 @@ import msgspec
 from lowlat.server.errors import bad_field
 from lowlat.server.requests import Message
 from lowlat.server.tool_requests import FunctionTool, OfferedTools
+from lowlat.text.chat import ChatTemplate
 from lowlat.text.chat_request import Chat
 from lowlat.text.tool_calls.parts import MalformedError, arguments_text, parse_json
 
@@ -100,3 +101,22 @@ def _arguments(text: str, where: str) -> Any:
     except MalformedError:
         raise bad_field(f"{where}.function.arguments", "is not the text of a JSON object") from None
     return arguments
+
+
+def with_effort(chat: Chat, effort: str | None, template: ChatTemplate | None) -> Chat:
+    """The chat with the variable by which the model's template takes `reasoning_effort`.
+
+    Raises:
+        ApiError: 400; the template has none.
+    """
+    if effort is None or template is None:
+        return chat
+    if template.mentions("reasoning_effort"):
+        found: dict[str, Any] = {"reasoning_effort": effort}
+    elif template.mentions("enable_thinking"):
+        found = {"enable_thinking": effort != "none"}
+    elif effort == "none":
+        return chat
+    else:
+        raise bad_field("reasoning_effort", "this model's chat template does not take it", code="unsupported")
+    return msgspec.structs.replace(chat, variables={**found, **chat.variables})

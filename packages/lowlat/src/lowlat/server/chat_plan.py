@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from lowlat.server import plan as plans
-from lowlat.server.chat_messages import chat_of
+from lowlat.server.chat_messages import chat_of, with_effort
 from lowlat.server.plan import Plan
 from lowlat.server.requests import ChatRequest
 from lowlat.server.routes import state_of
@@ -28,6 +28,7 @@ async def plan_chat(request: Request, body: ChatRequest) -> tuple[Plan, ReadyMod
     state.check_room(min(body.n or 1, settings.max_n))
     model = await state.model()
     plans.check_model(body.model, model.text.name, model.text.path)
+    chat = with_effort(chat, body.reasoning_effort, model.text.chat_template)
     prompt = await model.text.encode_chat(chat)
     plan = plans.make_plan(
         body,

@@ -18,6 +18,8 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 class ErrorBody(msgspec.Struct):
     error: Annotated[ErrorDetail, msgspec.Meta(description="What went wrong, and the field that caused it.")]
+    type: str = "error"
+    """Always `error`; clients of the Messages API look for it."""
 
 
 class ApiError(Exception):

@@ -86,7 +86,8 @@ class Gate:
             scope["lowlat_request_id"] = chosen
         self._check_origin(headers)
         if self._keys and scope["path"] not in _OPEN_PATHS:
-            self._check_key(headers.get("authorization", ""))
+            # Clients of the Messages API send their key by itself.
+            self._check_key(headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}")
 
     def _check_origin(self, headers: Headers) -> None:
         """A web page of another site must not use a server on the user's machine; browsers name the page's origin."""
@@ -102,7 +103,7 @@ class Gate:
         if scheme.lower() != "bearer" or not any(found):
             raise ApiError(
                 401,
-                "a valid API key is needed: send it as `Authorization: Bearer KEY`",
+                "a valid API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 type="authentication_error",
                 code="invalid_api_key",
             )

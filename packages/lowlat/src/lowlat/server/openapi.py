@@ -14,8 +14,12 @@ from lowlat.server.decisions import DecisionAnswer, DecisionRequest
 from lowlat.server.errors import ErrorBody
 from lowlat.server.health import HealthReply
 from lowlat.server.info import Info
+from lowlat.server.messages_answers import MessagesAnswer, MessagesEvent, TokenCount
+from lowlat.server.messages_requests import CountTokensRequest, MessagesRequest
 from lowlat.server.requests import ChatRequest, CompletionRequest
 from lowlat.server.rerank import RerankAnswer, RerankRequest
+from lowlat.server.responses_answers import ResponsesAnswer, ResponsesEvent
+from lowlat.server.responses_requests import ResponsesRequest
 from lowlat.server.score_requests import ScoreAnswer, ScoreRequest
 from lowlat.server.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from lowlat_plugin import Report
@@ -23,6 +27,9 @@ from lowlat_plugin import Report
 _BODIES: dict[str, type] = {
     "create_completion": CompletionRequest,
     "create_chat_completion": ChatRequest,
+    "create_response": ResponsesRequest,
+    "create_message": MessagesRequest,
+    "count_tokens": CountTokensRequest,
     "tokenize": TokenizeRequest,
     "create_score": ScoreRequest,
     "rerank": RerankRequest,
@@ -33,6 +40,9 @@ _BODIES: dict[str, type] = {
 _ANSWERS: dict[str, type] = {
     "create_completion": Completion,
     "create_chat_completion": ChatCompletion,
+    "create_response": ResponsesAnswer,
+    "create_message": MessagesAnswer,
+    "count_tokens": TokenCount,
     "tokenize": Tokenized,
     "create_score": ScoreAnswer,
     "rerank": RerankAnswer,
@@ -48,12 +58,21 @@ _ANSWERS: dict[str, type] = {
     "health": HealthReply,
     "ready": HealthReply,
 }
+_EVENTS: dict[str, type] = {
+    "create_completion": Completion,
+    "create_chat_completion": ChatChunk,
+    "create_response": ResponsesEvent,
+    "create_message": MessagesEvent,
+}
 _REFUSALS = {
     "create_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "create_chat_completion": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "create_score": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "rerank": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     "decide": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "create_response": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "create_message": (400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    "count_tokens": (400, 401, 403, 404, 408, 413, 503),
     "tokenize": (400, 401, 403, 404, 408, 413, 503),
     "detokenize": (400, 401, 403, 404, 408, 413, 503),
     "list_models": (400, 401, 403, 503),
@@ -70,7 +89,7 @@ _REFUSALS = {
 def describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI description of all routes."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    forms = [*_BODIES.values(), *_ANSWERS.values(), ChatChunk, ErrorBody]
+    forms = [*_BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), ErrorBody]
     references, components = msgspec.json.schema_components(forms, ref_template="#/components/schemas/{name}")
     reference = dict(zip(forms, references, strict=True))
     document.setdefault("components", {}).setdefault("schemas", {}).update(components)
@@ -90,8 +109,8 @@ def _complete(operation: dict[str, Any], reference: dict[type, dict[str, Any]]) 
         operation["requestBody"] = {"required": True, "content": _json(reference[_BODIES[name]])}
     if name in _ANSWERS:
         responses["200"]["content"] = _json(reference[_ANSWERS[name]])
-        if name in ("create_completion", "create_chat_completion"):
-            chunk = reference[Completion if name == "create_completion" else ChatChunk]
+        if name in _EVENTS:
+            chunk = reference[_EVENTS[name]]
             responses["200"]["content"]["text/event-stream"] = {"schema": _event(chunk, reference[ErrorBody])}
     if name in ("health", "ready"):
         responses["503"] = {"description": "Not now", "content": _json(reference[HealthReply])}

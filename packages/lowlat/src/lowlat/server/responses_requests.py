@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from lowlat.server.errors import ApiError, bad_field
+from lowlat.server.grammar_fields import JsonSchemaFormat, ResponseFormat
 from lowlat.server.requests import (
     IGNORED,
     CacheSalt,
@@ -126,8 +127,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     cache_salt: CacheSalt | None = None
     chat_template_kwargs: Annotated[dict[TemplateKey, Any], Meta(max_length=32)] | None = None
 
-    store: Annotated[Any, no_op(False)] = None
-    previous_response_id: Annotated[Any, no_op()] = None
+    store: bool | None = None
+    previous_response_id: Annotated[str, Meta(max_length=256)] | None = None
+    """Nothing is stored: true, and any id, is refused."""
     conversation: Annotated[Any, no_op()] = None
     prompt: Annotated[Any, no_op()] = None
     background: Annotated[Any, no_op(False)] = None
@@ -154,6 +156,14 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
     Raises:
         ApiError: 400; an item lacks what its type needs.
     """
+    if body.store:
+        raise bad_field("store", "responses are not stored here; send store: false", code="unsupported")
+    if body.previous_response_id is not None:
+        raise bad_field(
+            "previous_response_id",
+            "responses are not stored here; send the whole conversation as input",
+            code="unsupported",
+        )
     messages = [] if not body.instructions else [Message(role="system", content=body.instructions)]
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
@@ -183,13 +193,23 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
         cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        response_format=_response_format(body.text.format if body.text is not None else None),
     )
+
+
+def _response_format(format: TextFormat | None) -> ResponseFormat | None:
+    if format is None:
+        return None
+    if format.type != "json_schema":
+        return ResponseFormat(type=format.type)
+    if format.schema is None:
+        raise bad_field("text.format.schema", "is required with type json_schema")
+    schema = msgspec.Raw(msgspec.json.encode(format.schema))
+    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name=format.name or "answer", schema=schema))
 
 
 def _function(tool: ResponsesTool) -> FunctionTool:
-    return FunctionTool(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
+    return FunctionTool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
 
 
 def _take_items(messages: list[Message], items: list[InputItem]) -> None:
@@ -248,5 +268,3 @@ def renamed(error: ApiError, names: dict[str, str]) -> ApiError:
         error.detail.param = names[head] + ("" if head == "messages" else param[len(head) :])
         error.detail.message = error.detail.message.replace(param, error.detail.param, 1)
     return error
-
-

@@ -50,6 +50,18 @@ def request_id_of(request: Request, chosen: str | None) -> str | None:
     return chosen or header
 
 
+async def begin(request: Request, request_id: str | None, plan: Plan, model: ReadyModel, arrival: float) -> Generation:
+    """Submit the plan.
+
+    Raises:
+        ApiError: 400; its grammar cannot be followed, or two ids are given; 409, 429, 503 as `ServerState.submit`.
+    """
+    state = state_of(request)
+    if plan.sampling.grammar is not None:
+        await state.grammars.check(plan.sampling.grammar, plan.grammar_field)
+    return state.submit(request_id_of(request, request_id), plan, model.text, arrival)
+
+
 async def answer(
     request: Request,
     body: GenerationFields,
@@ -58,15 +70,9 @@ async def answer(
     writer: type[CompletionWriter] | type[ChatWriter],
     arrival: float,
 ) -> AnswerResponse:
-    """Submit the plan and return the response that sends what comes of it.
-
-    Raises:
-        ApiError: 400; its grammar cannot be followed.
-    """
+    """Begin, and return the response that sends what comes of it. Raises ApiError as `begin`."""
     state = state_of(request)
-    if plan.sampling.grammar is not None:
-        await state.grammars.check(plan.sampling.grammar, plan.grammar_field)
-    generation: Generation = state.submit(request_id_of(request, body.request_id), plan, model.text, arrival)
+    generation = await begin(request, body.request_id, plan, model, arrival)
     words = writer(generation, model.text.name, int(time.time()))
     if body.stream:
         options = body.stream_options

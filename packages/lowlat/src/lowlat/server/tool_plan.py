@@ -4,28 +4,66 @@ from __future__ import annotations
 
 import msgspec
 
-from lowlat.engine.request import Grammar
+from lowlat.grammars.grammar import Grammar, GrammarError
+from lowlat.grammars.schema_checks import check_schema
+from lowlat.server.errors import bad_field
 from lowlat.server.grammar_fields import one_grammar
 from lowlat.server.plan import Plan
 from lowlat.server.text_model import TextModel
 from lowlat.server.tool_requests import OfferedTools
 from lowlat.text.tool_calls.formats import Reading
-from lowlat.text.tool_calls.grammars import calls_grammar
+from lowlat.text.tool_calls.grammars import after_reasoning, calls_grammar, format_of
 
 
 def read_tools(plan: Plan, tools: OfferedTools, text: TextModel) -> Plan:
-    """The plan of a chat (one prompt) with its reading, and its grammar where a call is required."""
+    """The plan of a chat (one prompt) with its reading, and its grammar where a call is required.
+
+    A grammar that the request brings holds for what comes after reasoning.
+
+    Raises:
+        ApiError: 400; a call is required and a schema says what cannot be enforced, or there is another grammar.
+    """
     reading = reading_of(plan.prompts[0], tools, text)
     if reading is None:
         return plan
     plan = msgspec.structs.replace(plan, reading=reading)
-    if not tools.must_call:
-        return plan
-    other = None if plan.sampling.grammar is None else (plan.grammar_field, plan.sampling.grammar)
-    field, grammar = one_grammar(("tool_choice", grammar_of(tools, reading)), other)
-    return msgspec.structs.replace(
-        plan, sampling=msgspec.structs.replace(plan.sampling, grammar=grammar), grammar_field=field
-    )
+    grammar, field = plan.sampling.grammar, plan.grammar_field
+    if tools.must_call:
+        check_schemas(tools)
+        other = None if grammar is None else (field, grammar)
+        field, grammar = one_grammar(("tool_choice", grammar_of(tools, reading)), other)
+    elif grammar is not None:
+        grammar = behind_reasoning(grammar, reading, field)
+    sampling = msgspec.structs.replace(plan.sampling, grammar=grammar)
+    return msgspec.structs.replace(plan, sampling=sampling, grammar_field=field)
+
+
+def check_schemas(tools: OfferedTools) -> None:
+    """Raises ApiError: 400 naming the tool whose schema says what a grammar cannot enforce."""
+    names = [function.name for function in tools.functions]
+    for function in tools.callable:
+        try:
+            check_schema(function.schema)
+        except GrammarError as error:
+            where = f"tools[{names.index(function.name)}].function.parameters"
+            raise bad_field(where, f"{error}; a required call follows its schema", code="invalid_grammar") from None
+
+
+def behind_reasoning(grammar: Grammar, reading: Reading, field: str) -> Grammar:
+    """A grammar of the answer as one of reasoning and answer."""
+    reasoning = reading.formats.reasoning
+    if reasoning is None:
+        return grammar
+    if reasoning != "think":
+        raise bad_field(field, f"answers of the form {reasoning!r} cannot follow a grammar", code="unsupported")
+    try:
+        format = format_of(grammar.kind, grammar.text)
+        if grammar.kind == "json_schema":
+            check_schema(format["json_schema"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise bad_field(field, f"cannot be followed: {error}", code="invalid_grammar") from None
+    tag = {"type": "structural_tag", "format": after_reasoning(format, reasoning, reading.opened)}
+    return Grammar("structural_tag", msgspec.json.encode(tag).decode())
 
 
 def reading_of(prompt_ids: list[int], tools: OfferedTools, text: TextModel) -> Reading | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,26 @@ def after_reasoning(answer: Format, reasoning: str | None, opened: bool) -> Form
         thought = _tag(" to=self<|message|>", _free("<|eom|>"), "<|eom|><|start|>assistant")
         return _sequence(_optional(thought), answer)
     return answer
+
+
+def format_of(kind: str, text: str) -> Format:
+    """A grammar of any kind (see `lowlat.grammars.Grammar`) as a part of a structural tag.
+
+    Raises:
+        ValueError: `text` is not the JSON that its kind asks for.
+    """
+    if kind == "regex":
+        return _regex(text)
+    if kind == "ebnf":
+        return {"type": "grammar", "grammar": text}
+    if kind == "json_object":
+        return {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": True}}
+    value = json.loads(text)
+    if kind == "json_schema":
+        return {"type": "json_schema", "json_schema": value}
+    if kind == "choice":
+        return {"type": "or", "elements": [_text(option) for option in value]}
+    return value["format"]  # type: ignore[no-any-return]
 
 
 def _calls(form: str, functions: Sequence[Function], one: bool) -> Format:
