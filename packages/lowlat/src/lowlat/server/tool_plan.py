@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import msgspec
 
 from lowlat.grammars.grammar import Grammar, GrammarError
-from lowlat.grammars.schema_checks import check_schema
+from lowlat.grammars.schema import prepare_schema
 from lowlat.server.errors import bad_field
 from lowlat.server.grammar_fields import one_grammar
 from lowlat.server.plan import Plan
@@ -43,7 +45,7 @@ def check_schemas(tools: OfferedTools) -> None:
     names = [function.name for function in tools.functions]
     for function in tools.callable:
         try:
-            check_schema(function.schema)
+            prepare_schema(copy.deepcopy(function.schema))
         except GrammarError as error:
             where = f"tools[{names.index(function.name)}].function.parameters"
             raise bad_field(where, f"{error}; a required call follows its schema", code="invalid_grammar") from None
@@ -59,7 +61,7 @@ def behind_reasoning(grammar: Grammar, reading: Reading, field: str) -> Grammar:
     try:
         format = format_of(grammar.kind, grammar.text)
         if grammar.kind == "json_schema":
-            check_schema(format["json_schema"])
+            prepare_schema(copy.deepcopy(format["json_schema"]))
     except (ValueError, KeyError, TypeError) as error:
         raise bad_field(field, f"cannot be followed: {error}", code="invalid_grammar") from None
     tag = {"type": "structural_tag", "format": after_reasoning(format, reasoning, reading.opened)}
