@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from lowlat import __version__
-from lowlat.cli import chat, generate, models, serve
+from lowlat.cli import chat, generate, models, serve, train_draft
 
 _EPILOG = """
 Examples:
@@ -37,6 +37,7 @@ app = typer.Typer(
 app.command("serve", epilog=serve.EPILOG)(serve.serve)
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
 app.command("chat", epilog=chat.EPILOG)(chat.chat)
+app.command("train-draft", epilog=train_draft.EPILOG)(train_draft.train_draft)
 app.command("models", epilog=models.EPILOG)(models.models)
 
 _ELSEWHERE = {

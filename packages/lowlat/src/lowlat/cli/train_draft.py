@@ -1,0 +1,124 @@
+"""`lowlat train-draft`: train a draft for a model from the model's own text."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from lowlat.training.train_draft import Measured, Progress
+
+EPILOG = """
+Examples:
+
+  lowlat train-draft --model smollm2 --kind dspark --data ./agent-sessions --output ./draft --int8
+
+  lowlat train-draft --model ./Llama-3.2-1B --kind dflash --data notes.txt --steps 4000 --output ./draft
+
+  lowlat serve --model smollm2 --spec dspark --draft ./draft
+
+Data are folders or files: .jsonl with one turn of a session a line (input: the conversation so far, output), or plain
+text. The model continues them, and the draft learns from what the model wrote. The last sessions of each folder are
+kept from training; acceptance by position is measured on them, at each temperature, and written to training.json.
+"""
+
+_EVERY_S = 5.0
+
+
+def train_draft(
+    *,
+    model: Annotated[str, typer.Option("--model", "-m", help="The model, as in lowlat serve.")] = "smollm2",
+    kind: Annotated[Literal["dflash", "dflash2", "dspark"], typer.Option("--kind", help="Kind of draft.")] = "dspark",
+    data: Annotated[list[Path], typer.Option("--data", help="Folder or file of text; may be repeated.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of training.")] = 2000,
+    hold_out: Annotated[int, typer.Option("--hold-out", min=0, help="Sessions of each folder to measure on.")] = 3,
+    device: Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda ...")] = "auto",
+    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences written and learnt at once.")] = 32,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Steps on the same sequences.")] = 4,
+    anchors: Annotated[int, typer.Option("--anchors", min=1, help="Blocks of each sequence in a step.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=8, help="Length of prompts.")] = 384,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=8, help="Length of answers.")] = 128,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option("--temperature", "-t", min=0, max=2, help="Of writing; may be repeated."),
+    ] = None,
+    block_size: Annotated[int, typer.Option("--block-size", min=2, max=64, help="Rows of a block.")] = 6,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Layers of the draft.")] = 2,
+    taps: Annotated[int, typer.Option("--taps", min=1, help="Layers of the model that it looks at.")] = 3,
+    intermediate_size: Annotated[int, typer.Option("--intermediate-size", min=1, help="Width of its MLPs.")] = 1024,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the Markov head or selector.")] = 48,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0, help="Highest rate of AdamW.")] = 1e-3,
+    measured: Annotated[int, typer.Option("--measured", min=1, help="Held-out sequences for each temperature.")] = 48,
+    int8: Annotated[bool, typer.Option("--int8", help="Store matrices as int8 with a scale a row.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Makes training repeatable.")] = 0,
+) -> None:
+    """Train a DFlash, DFlash 2 or DSpark draft for a model, on a CPU or a GPU."""
+    from lowlat.models.config import UnsupportedModelError
+    from lowlat.models.loading.errors import CheckpointError
+    from lowlat.speculative.draft_files import DraftFileError
+    from lowlat.training.texts import TextError
+    from lowlat.training.train_draft import Recipe, train
+
+    recipe = Recipe(
+        model=model,
+        kind=kind,
+        data=tuple(map(str, data)),
+        hold_out=hold_out,
+        steps=steps,
+        sequences=sequences,
+        rounds=rounds,
+        anchors=anchors,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        temperatures=tuple(temperature or (0.0, 0.8)),
+        block_size=block_size,
+        layers=layers,
+        taps=taps,
+        intermediate_size=intermediate_size,
+        rank=rank,
+        learning_rate=learning_rate,
+        device=device,
+        seed=seed,
+        int8=int8,
+        measured=measured,
+    )
+    try:
+        found = train(recipe, output, _Printer())
+    except (TextError, CheckpointError, UnsupportedModelError, DraftFileError) as error:
+        typer.echo(f"lowlat train-draft: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"written to {output}")
+    for of in found:
+        typer.echo(_line(of))
+    if not found:
+        typer.echo("nothing was held out, so acceptance is not measured")
+
+
+class _Printer:
+    """One line every few seconds, and the last."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if time.monotonic() < self._next and progress.step < progress.steps:
+            return
+        self._next = time.monotonic() + _EVERY_S
+        right = " ".join(f"{part:.2f}" for part in progress.right)
+        left = progress.seconds / progress.step * (progress.steps - progress.step)
+        typer.echo(
+            f"step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  right by position {right}  "
+            f"{progress.seconds:.0f} s ({progress.writing_seconds:.0f} s of them writing), {left:.0f} s left"
+        )
+
+
+def _line(of: Measured) -> str:
+    by_position = " ".join(f"{part:.3f}" for part in of.by_position)
+    return (
+        f"temperature {of.temperature:g}: {of.accepted:.2f} tokens accepted a step beside the one that comes anyway, "
+        f"by position {by_position} ({of.blocks} blocks)"
+    )

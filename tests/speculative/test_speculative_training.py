@@ -1,0 +1,192 @@
+"""Training a draft: its batched view of a text is the engine's, it learns, and what it wrote serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from spec_kit import SETTINGS, VOCABULARY, draft_config, random_network, save_target
+from typer.testing import CliRunner
+
+from lowlat.cache.layout import KVPool
+from lowlat.cli import main
+from lowlat.engine.request import SamplingParams
+from lowlat.layers.step import Segment, StepInputs
+from lowlat.models.loading.checkpoint import open_checkpoint
+from lowlat.offline import Engine
+from lowlat.speculative.dflash import BlockProposer, draft_layout
+from lowlat.speculative.draft_files import load_draft
+from lowlat.speculative.proposer import DraftRequest
+from lowlat.training.draft_loss import blocks, loss_of
+from lowlat.training.target import Target
+from lowlat.training.texts import Prompts, TextError, Texts, conversations
+from lowlat.training.train_draft import draw_anchors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"), initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return Target(open_checkpoint(str(folder)), torch.device("cpu"), torch.float32, 64)
+
+
+def written_by(target: Target, temperature: float = 0.0, ends: frozenset[int] = frozenset()):
+    prompts = [[(7 * n + 3 * k) % VOCABULARY for k in range(9)] for n in range(3)]
+    return target.write(prompts, 12, temperature, (0, 2), ends, torch.Generator().manual_seed(1))
+
+
+def test_the_target_writes_what_the_engine_answers(folder: Path, target: Target):
+    written = written_by(target)
+    with Engine(model=str(folder), **SETTINGS) as engine:
+        found = engine.generate(
+            written.tokens_ST[:, :9].tolist(), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        )
+    assert [of.token_ids for of in found] == written.tokens_ST[:, 9:].tolist()
+    assert written.features_STX.shape == (3, 20, 128)
+    seen = []
+    pool = KVPool(target.model.kv_layout(32, 1), torch.device("cpu"))
+    from lowlat.models.decoder import Taps
+
+    target.model.taps = Taps((0, 2), lambda features, step: seen.append(features))
+    tokens = written.tokens_ST[1, :20]
+    places = torch.arange(20)
+    segment = Segment(0, 20, 20, places, 0)
+    target.model.forward(StepInputs(tokens, places, places, 20, [segment], [], torch.tensor([19])), pool)
+    target.model.taps = None
+    torch.testing.assert_close(seen[0], written.features_STX[1], atol=1e-4, rtol=1e-4)
+
+
+def test_what_lies_behind_the_end_is_not_learnt(target: Target):
+    plain = written_by(target)
+    end = int(plain.tokens_ST[0, 13])
+    written = written_by(target, ends=frozenset([end]))
+    first = int((plain.tokens_ST[0, 9:] == end).nonzero()[0]) + 9
+    assert written.valid_ST[0].tolist() == [True] * (first + 1) + [False] * (20 - first)
+    anchors = draw_anchors(written, 200, torch.Generator().manual_seed(0))
+    assert anchors.min() == 8
+    assert anchors[0].max() == first - 1
+    network = random_network(draft_config("dflash"), 2)
+    found = blocks(network, target.embed, target.head, written, torch.tensor([[first - 1]] * 3))
+    assert found.known_QP[0].tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_training_sees_what_serving_sees(target: Target, kind: str, window: int):
+    """The first guess after each anchor, and its chance, are those of the proposer at that place."""
+    config = draft_config(kind, sliding_window=window)
+    network = random_network(config, seed=8)
+    written = written_by(target)
+    anchors = torch.tensor([[8, 11, 14], [9, 10, 15], [8, 12, 13]])
+    found = blocks(network, target.embed, target.head, written, anchors)
+    assert loss_of(found).isfinite()
+
+    class Table:
+        def segment(self, slot: int, rows: range, length: int) -> Segment:
+            return Segment(0, 0, length, torch.arange(length), 0)
+
+    for sequence in range(3):
+        pool = KVPool(draft_layout(network, 24, 1), torch.device("cpu"))
+        proposer = BlockProposer(network, pool, Table(), target.embed, target.head)  # type: ignore[arg-type]
+        places = torch.arange(20)
+        step = StepInputs(places, places, places, 20, [], [], places)
+        proposer.extend(written.features_STX[sequence], step)
+        for column, anchor in enumerate(anchors[sequence].tolist()):
+            block = 3 * sequence + column
+            proposal = proposer.propose([DraftRequest(int(written.tokens_ST[sequence, anchor]), anchor, 0)])[0]
+            assert proposal.tokens[0] == int(found.scores_QPV[block, 0].argmax())
+            if kind == "dspark":
+                assert found.confidence_QP is not None
+                assert proposal.chances is not None
+                expected = float(torch.sigmoid(found.confidence_QP[block, 0]))
+                assert proposal.chances[0] == pytest.approx(expected, abs=1e-4)
+            right = [
+                guess == int(wanted) for guess, wanted in zip(proposal.tokens, found.wanted_QP[block], strict=True)
+            ]
+            survived = [all(right[: place + 1]) for place in range(len(right))]
+            assert found.right()[block].tolist() == survived
+
+
+def sessions(folder: Path, count: int) -> None:
+    folder.mkdir()
+    for number in range(count):
+        lines, said = [], ""
+        for turn in range(3):
+            said += f"user {number} says the words of turn {turn}, and some more words to fill the line. "
+            lines.append(json.dumps({"input": said, "output": "ok. "}))
+            said += "ok. "
+        (folder / f"s{number}.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_a_draft_learns_and_serves(folder: Path, tmp_path: Path, kind: str):
+    """A few steps: the loss falls, acceptance is measured on text that was held out, and the engine accepts guesses."""
+    data = tmp_path / "data"
+    data.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for number in range(3):
+        letters = torch.randint(33, 33 + 60, (400,), generator=generator).tolist()
+        (data / f"{number}.txt").write_text("".join(map(chr, letters)))
+    output = tmp_path / "draft"
+    flags = "--steps 60 --sequences 8 --rounds 4 --anchors 6 --prompt-tokens 10 --answer-tokens 20 --block-size 4 "
+    flags += (
+        "--layers 1 --taps 2 --intermediate-size 32 --rank 4 --learning-rate 0.01 --device cpu --int8 --temperature 0"
+    )
+    command = ["train-draft", "--model", str(folder), "--kind", kind, "--data", str(data), "--output", str(output)]
+    result = CliRunner().invoke(main.app, [*command, *flags.split()])
+    assert result.exit_code == 0, result.output
+    assert "nothing was held out" in result.output
+    losses = [float(line.split("loss ")[1].split()[0]) for line in result.output.splitlines() if "loss" in line]
+    assert losses[-1] < losses[0] - 0.3
+    config, weights = load_draft(output)
+    assert config.kind == kind
+    assert config.target_layer_ids == (0, 1)
+    assert all(weight.isfinite().all() for weight in weights.values())
+    settings = SETTINGS | {"spec": kind, "draft": str(output), "spec_width": 4}
+    with Engine(model=str(folder), **SETTINGS) as plain, Engine(model=str(folder), **settings) as engine:
+        sampling = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        prompts = [[1 + n, 2, 3, 4, 5 * n] for n in range(4)]
+        expected = plain.generate(prompts, sampling)
+        assert [of.token_ids for of in engine.generate(prompts, sampling)] == [of.token_ids for of in expected]
+        report = engine.speculation()
+        assert report is not None
+        assert report.accepted > 0.04 * report.guessed > 0
+
+
+def test_sessions_are_split_and_put_into_chats(tmp_path: Path):
+    sessions(tmp_path / "a", 5)
+    sessions(tmp_path / "b", 2)
+    (tmp_path / "notes.txt").write_text("note")
+    texts = Texts([tmp_path], hold_out=1)
+    assert [path.parent.name + path.stem for path in texts.held_out] == ["as4", "bs1"]
+    assert len(texts.training) == 6
+    turns = conversations(texts.held_out[0])
+    assert len(turns) == 3
+    assert turns[2].startswith(turns[1] + "ok. ")
+    checkpoint = open_checkpoint("smollm2")
+    tokenizer = checkpoint.tokenizer()
+    prompts = Prompts(texts.held_out, tokenizer, checkpoint.chat(tokenizer), 48, seed=1)
+    for prompt, _ in zip(prompts, range(5), strict=False):
+        assert len(prompt) == 48
+        text = tokenizer.decode(prompt)
+        assert text.endswith("<|im_start|>assistant\n")
+        assert "fill the line" in text
+    with pytest.raises(TextError, match="fewer --prompt-tokens"):
+        Prompts(texts.held_out, tokenizer, checkpoint.chat(tokenizer), 500, seed=1)
+    (tmp_path / "a" / "s0.jsonl").write_text('{"input": 3}')
+    with pytest.raises(TextError, match=r"s0.jsonl:1: no turn"):
+        conversations(tmp_path / "a" / "s0.jsonl")
+    with pytest.raises(TextError, match="does not exist"):
+        Texts([tmp_path / "nowhere"], 1)
+
+
+def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path):
+    command = ["train-draft", "--model", str(folder), "--data", str(tmp_path), "--output", str(tmp_path / "x")]
+    result = CliRunner().invoke(main.app, command)
+    assert result.exit_code == 2
+    assert "to train on" in result.output
