@@ -53,7 +53,7 @@ def refuse(live, path, body, status=400):
         ("n", 1.0e300),
         ("seed", 2**64),
         ("seed", 0.5),
-        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", ["a"] * 33),
         ("stop", 5),
         ("ignore_eos", 1),
         ("stream", "yes"),
@@ -184,6 +184,17 @@ def test_a_bad_chat_is_named(live, body, param):
 )
 def test_what_is_not_json_is_refused(live, body):
     refuse(live, "/v1/completions", body)
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
+def test_what_is_not_finite_is_refused_by_name(live, field, value):
+    answer = live.http.post("/v1/completions", content=b'{"prompt": "a", "%s": %s}' % (field.encode(), value))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    biased = live.http.post("/v1/completions", content=b'{"prompt": "a", "logit_bias": {"7": %s}}' % value)
+    assert biased.status_code == 400
+    assert biased.json()["error"]["param"].startswith("logit_bias")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from lowlat.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from lowlat.engine.sampling_check import check_sampling
 from lowlat.engine.score_waves import Readings, ScoreWaves
 from lowlat.engine.scoring import Preference, ScoreInput, ScoreLimits, check_input, choose_mode, plan_score, score_of
 from lowlat.text.chat import ChatTemplateError
@@ -121,7 +122,7 @@ class Engine:
         With a `session`, what the request that ends last has computed stays cached for the session's next one.
 
         Raises:
-            ValueError: an empty prompt, or more tokens than the context holds.
+            ValueError: an empty prompt, more tokens than the context holds, or a sampling parameter out of its bounds.
         """
         single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
         prompts: Sequence[Prompt] = [prompt] if single else prompt  # type: ignore[assignment,list-item]
@@ -272,6 +273,7 @@ class Engine:
         if not ids or bad:
             raise ValueError(f"token ids {bad[:5]} are outside the vocabulary" if bad else "the prompt is empty")
         sampling = sampling or SamplingParams()
+        check_sampling(sampling, self.facts.vocab_size)
         room = self.facts.max_context - len(ids)
         if room < 1:
             raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self.facts.max_context}")

@@ -90,7 +90,7 @@ class GenerationFields(Unsupported, kw_only=True):
     logit_bias: Annotated[dict[TokenKey, Bias], Meta(max_length=1024)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     seed: Seed | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=32)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
