@@ -47,7 +47,7 @@ def test_rope_and_write(heads, kv_heads, dim, rows, norms):
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim)
     rope = Rope(dim, 10000.0, 64, None, torch.device("cpu"))
     slots = torch.randperm(16)[:rows]
-    step = DeviceStep(torch.zeros(rows), torch.randint(0, 64, (rows,)), slots, [], None)
+    step = DeviceStep(torch.zeros(rows), torch.randint(0, 64, (rows,)), slots, [], slots, 1, None)
     given = (torch.randn(dim), torch.randn(dim), 1e-6) if norms else None
     pools = [torch.full((16, kv_heads, dim), float("nan")) for _ in range(4)]
     queries = rope_write(qkv, pools[0], pools[1], step.positions_R, slots, rope.tables, given)
@@ -56,6 +56,11 @@ def test_rope_and_write(heads, kv_heads, dim, rows, norms):
         close(mine[slots], theirs[slots])
         others = torch.ones(16, dtype=torch.bool).index_fill_(0, slots, False)
         assert mine[others].isnan().all(), "a slot of nobody's was written"
+
+
+def run(case, segments, rule, out, programs):
+    paged = (case.q_RND, case.keys_SKD, case.values_SKD, case.table_TP, case.page_size)
+    attention.attend(*paged, segments, rule, out, programs=programs)
 
 
 CASES = [
@@ -77,10 +82,10 @@ def test_attention(lengths, rows, heads, kv_heads, dim, page, window, sinks):
     )
     rule = case.rule(window=window, sinks=sinks, scale=0.3 if sinks else None)
     expected = by_hand(case, rule)
-    close(REFERENCE.attend(case.q_RND, case.keys_SKD, case.values_SKD, [case.segments], rule), expected.flatten(1))
+    close(REFERENCE.attend(case.q_RND, case.keys_SKD, case.values_SKD, case.step, rule), expected.flatten(1))
     for programs in (1, 23):
         out = torch.full_like(case.q_RND, float("nan"))
-        attention.attend(case.q_RND, case.keys_SKD, case.values_SKD, case.segments, rule, out, programs=programs)
+        run(case, case.segments, rule, out, programs)
         close(out, expected)
 
 
@@ -88,18 +93,16 @@ def test_a_row_is_the_same_bits_beside_any_neighbours():
     case = PagedCase([330, 64, 9, 200], [1, 1, 1, 1], heads=4, kv_heads=2, dim=16, page_size=16)
     rule = case.rule()
     out = torch.empty_like(case.q_RND)
-    attention.attend(case.q_RND, case.keys_SKD, case.values_SKD, case.segments, rule, out, programs=16)
+    run(case, case.segments, rule, out, 16)
     for index in range(4):
         alone = torch.full_like(case.q_RND, float("nan"))
         batch = case.segments
         one = type(batch)(
-            batch.table_TP,
-            batch.page_size,
             *(part[index : index + 1] for part in (batch.slots_B, batch.first_B, batch.rows_B, batch.lengths_B)),
             1,
             batch.longest,
         )
-        attention.attend(case.q_RND, case.keys_SKD, case.values_SKD, one, rule, alone, programs=16)
+        run(case, one, rule, alone, 16)
         assert torch.equal(alone[index], out[index])
         assert alone.isnan().any(-1).any(-1).sum() == 3, "rows of others were written"
 
@@ -112,7 +115,7 @@ def test_long_requests_are_split_over_the_programs():
     attention.attend_kernel = Spy(original, seen)
     try:
         out = torch.empty_like(case.q_RND)
-        attention.attend(case.q_RND, case.keys_SKD, case.values_SKD, case.segments, case.rule(), out, programs=16)
+        run(case, case.segments, case.rule(), out, 16)
     finally:
         attention.attend_kernel = original
     (grid, sums, most), *_ = seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowlat.layers.attention import AttentionRule
-from lowlat.layers.device_step import PagedSegments
+from lowlat.layers.device_step import DeviceStep, RowSegments
 
 DeviceLike = torch.device | str
 
@@ -53,15 +53,21 @@ class PagedCase:
         self.q_RND = random(sum(rows), heads, dim).to(device)
         self.keys_SKD, self.values_SKD = keys.to(device), values.to(device)
         starts = torch.tensor([0, *rows]).cumsum(0)[:-1]
-        self.segments = PagedSegments(
-            table.to(device),
-            page_size,
+        self.table_TP = table.to(device)
+        self.page_size = page_size
+        self.segments = RowSegments(
             *(part.to(device=device, dtype=torch.int32) for part in (slots, starts, torch.tensor(rows))),
             torch.tensor(lengths, dtype=torch.int32, device=device),
             most_rows=max(rows),
             longest=max(lengths),
         )
         self.sinks_N = random(heads).to(device)
+
+    @property
+    def step(self) -> DeviceStep:
+        """What attention needs of a step."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return DeviceStep(nothing, nothing, nothing, [self.segments], self.table_TP, self.page_size, None)
 
     def rule(self, *, window: int = 0, sinks: bool = False, scale: float | None = None) -> AttentionRule:
         return AttentionRule(scale=scale, window=window, sinks_N=self.sinks_N if sinks else None)
@@ -81,8 +87,8 @@ def by_hand(case: PagedCase, rule: AttentionRule) -> torch.Tensor:
             if position < 0:
                 continue
             token = torch.arange(max(0, position - rule.window + 1) if rule.window else 0, position + 1)
-            place = batch.table_TP[slot].cpu()[token // batch.page_size].long() * batch.page_size
-            place = (place + token % batch.page_size).to(case.q_RND.device)
+            place = case.table_TP[slot].cpu()[token // case.page_size].long() * case.page_size
+            place = (place + token % case.page_size).to(case.q_RND.device)
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)
                 scores = case.keys_SKD[place, kv_head].double() @ case.q_RND[first + row, head].double() * scale

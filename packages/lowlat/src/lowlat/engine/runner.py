@@ -7,6 +7,7 @@ names slots only. This is the runner of CPUs; steps run eagerly.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from lowlat.engine.request import TokenLogprobs
 from lowlat.engine.sampler import label_logprobs, sample_bursts, simulated_bursts, token_logprobs
 from lowlat.engine.slot_table import SlotTable
 from lowlat.engine.speculation import Speculation
-from lowlat.layers.step import Segment, StepInputs
+from lowlat.layers.step import Segment, StepInputs, moved
 from lowlat.models.base import Model, ModelCache, ReplayingCache
 from lowlat.parallel.group import Communicator
 
@@ -63,6 +64,7 @@ class ModelRunner:
         self._window = window
         self._window_table = SlotTable(limits.max_batch if window else 0, limits.max_pages, self._page_size)
         self._segments_only = has_state
+        self._device = kv.keys[0].device if isinstance(kv, KVPool) and kv.keys else torch.device("cpu")
         # Models with state never group decodes, so they need no masks.
         self._dtype = kv.keys[0].dtype if isinstance(kv, KVPool) and kv.keys else torch.float32
         self._replays = [(0, 0)] * limits.max_batch
@@ -78,7 +80,7 @@ class ModelRunner:
 
         `guesses` of each decode slot come from `speculation` unless they are given.
         """
-        self._update(plan)
+        self.learn(plan)
         speculation = self.speculation
         if guesses is None:
             guesses = [[] for _ in plan.decodes]
@@ -92,10 +94,10 @@ class ModelRunner:
         if self.kernel_steps is not None:
             logits_MV = self.kernel_steps.run(plan, self._tokens, guesses, self._lengths, self._table.slots)
         if logits_MV is None or (speculation is not None and speculation.follows):
-            inputs = self._inputs(plan, guesses)
+            inputs = moved(self._inputs(plan, guesses), self._device)
         if logits_MV is None:
             assert inputs is not None
-            logits_MV = self.model.forward(inputs, self.kv)
+            logits_MV = self.model.forward(inputs, self.kv).to("cpu")
         if speculation is not None and speculation.follows and inputs is not None:
             speculation.follow(inputs)
         for chunk in plan.chunks:
@@ -109,6 +111,19 @@ class ModelRunner:
         if speculation is not None:
             result.spent, result.plain = speculation.time_step(plan, guesses, time.perf_counter() - started)
         return result
+
+    def observer(self, slot: int) -> Callable[[int], None] | None:
+        """What must hear of a slot's tokens when others than `run` choose them; None: nothing."""
+        rule = self._rules[slot]
+        return None if rule is None else rule.observe
+
+    def state(self) -> tuple[list[int], list[int]]:
+        """Newest tokens and lengths of all slots."""
+        return self._tokens.copy(), self._lengths.copy()
+
+    def set_state(self, tokens: list[int], lengths: list[int]) -> None:
+        """As `state` gives them, after steps that others ran on the same cache."""
+        self._tokens, self._lengths = tokens.copy(), lengths.copy()
 
     def time_rows(self, rows: int, width: int) -> float:
         """Seconds of a decode step of `rows` rows, at most `width` a request, on pages that nobody owns."""
@@ -210,7 +225,8 @@ class ModelRunner:
         usable = logits_MV.amax(-1).isfinite().tolist()
         return sorted({slot for slot, good in zip(slots, usable, strict=True) if not good})
 
-    def _update(self, plan: StepPlan) -> None:
+    def learn(self, plan: StepPlan) -> None:
+        """Take in what a plan says of slots: requests that begin, page-table entries. `run` does so itself."""
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
             self._rules[slot] = LogitRules.of(sampling, slot)

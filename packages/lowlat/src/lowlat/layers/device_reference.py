@@ -11,7 +11,7 @@ import torch
 
 from lowlat.layers.activation import GATED
 from lowlat.layers.attention import AttentionRule, masked_attention
-from lowlat.layers.device_step import DeviceStep, PagedSegments
+from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.norm import rms_norm
 from lowlat.layers.rope import rotate
 
@@ -62,13 +62,13 @@ class ReferenceOps:
         q_RND: torch.Tensor,
         keys_SKD: torch.Tensor,
         values_SKD: torch.Tensor,
-        segments: list[PagedSegments],
+        step: DeviceStep,
         rule: AttentionRule,
     ) -> torch.Tensor:
         """Attention over gathered keys and values, as long as the longest request of a batch may be."""
         out_RND = torch.zeros_like(q_RND)
-        for batch in segments:
-            _attend(q_RND, keys_SKD, values_SKD, batch, rule, out_RND)
+        for batch in step.segments:
+            _attend(q_RND, keys_SKD, values_SKD, step, batch, rule, out_RND)
         return out_RND.flatten(1)
 
 
@@ -76,7 +76,8 @@ def _attend(
     q_RND: torch.Tensor,
     keys_SKD: torch.Tensor,
     values_SKD: torch.Tensor,
-    batch: PagedSegments,
+    step: DeviceStep,
+    batch: RowSegments,
     rule: AttentionRule,
     out_RND: torch.Tensor,
 ) -> None:
@@ -89,11 +90,11 @@ def _attend(
     row_BT = torch.where(real_BT, row_BT, rows)
     position_BT = (batch.lengths_B - batch.rows_B)[:, None] + torch.arange(batch.most_rows, device=device)
     token_L = torch.arange(batch.longest, device=device)
-    pages_BL = batch.table_TP[batch.slots_B.long()][:, token_L // batch.page_size].long()
+    pages_BL = step.table_TP[batch.slots_B.long()][:, token_L // step.page_size].long()
     seen_BTL = real_BT[:, :, None] & (token_L <= position_BT[:, :, None])
     if rule.window:
         seen_BTL &= token_L > position_BT[:, :, None] - rule.window
-    slots_BL = torch.where(seen_BTL.any(1), pages_BL * batch.page_size + token_L % batch.page_size, 0)
+    slots_BL = torch.where(seen_BTL.any(1), pages_BL * step.page_size + token_L % step.page_size, 0)
     # What no row of a segment sees may be anything, even NaN, which a weight of zero would not hide.
     hidden_BL11 = ~seen_BTL.any(1)[:, :, None, None]
     keys_BKLD = keys_SKD[slots_BL].masked_fill(hidden_BL11, 0).transpose(1, 2)

@@ -15,23 +15,17 @@ import torch
 from lowlat.layers.attention import AttentionRule
 
 
-class PagedSegments(msgspec.Struct):
-    """Runs of neighbouring rows, each the last rows of one request, and where the request's pages are listed.
+class RowSegments(msgspec.Struct):
+    """Runs of neighbouring rows, each the last rows of one request. Tensors are int32."""
 
-    Token `t` of segment `b` lies in slot `table_TP[slots_B[b], t // page_size] * page_size + t % page_size`.
-    """
-
-    table_TP: torch.Tensor
-    """int32: pages of every batch slot; entries beyond a request's own are never read."""
-    page_size: int
     slots_B: torch.Tensor
-    """int32: rows of the table."""
+    """Rows of the page table."""
     first_B: torch.Tensor
-    """int32: first row of each segment among the rows of the step."""
+    """First row of each segment among the rows of the step."""
     rows_B: torch.Tensor
-    """int32: rows of each segment."""
+    """Rows of each segment."""
     lengths_B: torch.Tensor
-    """int32: tokens of the request after the step; 0: a segment of padding, whose rows see nothing and give zeros."""
+    """Tokens of the request after the step; 0: a segment of padding, whose rows see nothing and give zeros."""
     most_rows: int
     """Rows that no segment exceeds."""
     longest: int
@@ -47,10 +41,16 @@ class DeviceStep(msgspec.Struct):
     """int64."""
     write_slots_R: torch.Tensor
     """int64: KV slots of the rows' own tokens."""
-    segments: list[PagedSegments]
+    segments: list[RowSegments]
     """Together they cover every row once."""
+    table_TP: torch.Tensor
+    """int32: pages of every batch slot. Token `t` of segment `b` lies in KV slot
+    `table_TP[slots_B[b], t // page_size] * page_size + t % page_size`; entries beyond a request's own are not read."""
+    page_size: int
     sample_rows: torch.Tensor | None
     """int64: rows whose logits are wanted, in this order; None: all rows in order."""
+    windowed: DeviceStep | None = None
+    """The same rows for layers with a window, whose keys lie in pages of their own; None: there are none such."""
 
 
 class DeviceOps(Protocol):
@@ -87,7 +87,7 @@ class DeviceOps(Protocol):
         q_RND: torch.Tensor,
         keys_SKD: torch.Tensor,
         values_SKD: torch.Tensor,
-        segments: list[PagedSegments],
+        step: DeviceStep,
         rule: AttentionRule,
     ) -> torch.Tensor:
         """Causal attention of every row over its own request's tokens up to itself, [R, N * D]; padding gives zeros."""

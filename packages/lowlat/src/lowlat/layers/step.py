@@ -6,8 +6,12 @@ span, B items of a batch.
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import msgspec
 import torch
+
+_T = TypeVar("_T")
 
 
 class Segment(msgspec.Struct):
@@ -96,3 +100,19 @@ class StepInputs(msgspec.Struct):
     """The same rows for layers with a window: where they write there, and the tokens that some of their rows see. In
     segments of several rows `paged_attention` masks what a row does not see. None: there are no such layers, or their
     keys lie in the pages of the others."""
+
+
+def moved(value: _T, device: torch.device) -> _T:
+    """A step's inputs with all their tensors on `device`; the same object where that is the CPU they were made on."""
+    return value if device.type == "cpu" else _moved(value, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [_moved(part, device) for part in value]
+    if isinstance(value, msgspec.Struct):
+        fields = {name: _moved(getattr(value, name), device) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields)
+    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from lowlat.layers.attention import AttentionRule
-from lowlat.layers.device_step import DeviceStep, PagedSegments
+from lowlat.layers.device_step import DeviceStep
 from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
@@ -52,11 +52,12 @@ class TritonOps:
         q_RND: torch.Tensor,
         keys_SKD: torch.Tensor,
         values_SKD: torch.Tensor,
-        segments: list[PagedSegments],
+        step: DeviceStep,
         rule: AttentionRule,
     ) -> torch.Tensor:
         """Paged attention; the segments cover every row, so that all of the result is written."""
         out_RND = torch.empty_like(q_RND)
-        for batch in segments:
-            attend(q_RND, keys_SKD, values_SKD, batch, rule, out_RND, programs=self._programs)
+        where = (step.table_TP, step.page_size)
+        for batch in step.segments:
+            attend(q_RND, keys_SKD, values_SKD, *where, batch, rule, out_RND, programs=self._programs)
         return out_RND.flatten(1)

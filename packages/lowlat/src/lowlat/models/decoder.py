@@ -239,8 +239,12 @@ class Decoder:
     def logits(self, x_RH: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocabulary] in float32 of last states."""
         wanted = rms_norm(x_RH, self.norm_H, self.config.rms_norm_eps)
-        logits = self._communicator.gather_columns(self.head(wanted), self.config.vocab_size).float()
+        logits = self.gather_columns(self.head(wanted)).float()
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
+
+    def gather_columns(self, logits_MC: torch.Tensor) -> torch.Tensor:
+        """Join the ranks' columns of logits."""
+        return self._communicator.gather_columns(logits_MC, self.config.vocab_size)
 
 
 def _ropes(config: DecoderConfig, build: BuildContext) -> dict[int, Rope]:

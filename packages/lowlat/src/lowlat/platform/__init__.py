@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from lowlat.platform.base import Platform
 from lowlat.platform.cpu import CpuPlatform
+from lowlat.platform.cuda import CudaPlatform
 
 __all__ = ["Platform", "select"]
 
 
 def select(device: str) -> Platform:
-    """The platform named `device`: `auto` or `cpu`. Raises `ValueError` for a device that lowlat cannot use."""
+    """The platform named `device`: `cpu`, `cuda`, or `auto`, which is `cpu` until the GPU path has run on a GPU.
+
+    Raises `ValueError` for a device that lowlat does not know or cannot use here.
+    """
     if device in ("auto", "cpu"):
         return CpuPlatform()
-    raise ValueError(f"--device {device}: this version of the runtime runs on CPUs only; use --device cpu")
+    if device == "cuda":
+        return CudaPlatform()
+    raise ValueError(f"--device {device} is not known; known: auto, cpu, cuda")

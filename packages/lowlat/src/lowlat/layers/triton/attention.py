@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from lowlat.layers.attention import AttentionRule
-from lowlat.layers.device_step import PagedSegments
+from lowlat.layers.device_step import RowSegments
 
 # Fewest tokens of a split: below this, more programs cost more than they read.
 MIN_CHUNK = 64
@@ -213,7 +213,9 @@ def attend(
     q_RND: torch.Tensor,
     keys_SKD: torch.Tensor,
     values_SKD: torch.Tensor,
-    segments: PagedSegments,
+    table_TP: torch.Tensor,
+    page_size: int,
+    segments: RowSegments,
     rule: AttentionRule,
     out_RND: torch.Tensor,
     *,
@@ -248,8 +250,8 @@ def attend(
     }  # fmt: skip
     where = (segments.first_B, segments.rows_B, segments.lengths_B)
     attend_kernel[(min(programs, count * max(most, blocks) * kv_heads),)](
-        q_RND, keys_SKD, values_SKD, segments.table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums,
-        count, segments.table_TP.stride(0), scale, **common, PAGE=segments.page_size,
+        q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums,
+        count, table_TP.stride(0), scale, **common, PAGE=page_size,
         BLOCK_B=triton.next_power_of_2(count), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if most > 1:

@@ -1,0 +1,115 @@
+"""Results of steps on their way to the host: copied behind the step, read when they are there.
+
+Legend of shape suffixes: M samples of a step, C log-probabilities beside the chosen one's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowlat.engine.device_sampler import Samples
+from lowlat.engine.executor import StepResult
+from lowlat.engine.request import TokenLogprobs
+
+# A result is polled this often at first, and seldom later: a decode step takes a millisecond or few.
+_SPIN_S = 2e-3
+_LOOK_S = 5e-5
+
+
+class PendingStep:
+    """One launched step. Waiting for it is the only time that the host waits for the device."""
+
+    def __init__(
+        self,
+        step: int,
+        samples: Samples | None,
+        slots: list[int],
+        wanted: list[int],
+        device: torch.device,
+        done: Callable[[list[int]], None],
+    ) -> None:
+        """Start the copies. The samples' first rows are those of `slots`, the others padding; `wanted` are the
+        log-probabilities that each wants (-1 none). `done` hears of the tokens once, before anybody else."""
+        self._step = step
+        self._slots = slots
+        self._wanted = wanted
+        self._done = done
+        self._result: StepResult | None = None
+        self._samples: Samples | None = None
+        self._event: Any = None
+        if samples is not None:
+            fetched = [_fetch(part, len(slots)) for part in samples.tensors()]
+            self._samples = Samples(*fetched)
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @classmethod
+    def finished(cls, result: StepResult) -> PendingStep:
+        """A step whose result is known."""
+        pending = cls(result.step, None, [], [], torch.device("cpu"), lambda tokens: None)
+        pending._result = result
+        return pending
+
+    @property
+    def known(self) -> bool:
+        """Whether the result was read."""
+        return self._result is not None
+
+    def wait(self, timeout: float | None = None) -> StepResult | None:
+        """The result; None after `timeout` seconds. Raises CUDA's errors."""
+        if self._result is None and self._arrived(timeout):
+            self._result = self._read()
+        return self._result
+
+    def _arrived(self, timeout: float | None) -> bool:
+        if self._event is None:
+            return True
+        if timeout is None:
+            self._event.synchronize()
+            return True
+        started = time.monotonic()
+        while not self._event.query():
+            waited = time.monotonic() - started
+            if waited >= timeout:
+                return False
+            time.sleep(0 if waited < _SPIN_S else _LOOK_S)
+        return True
+
+    def _read(self) -> StepResult:
+        samples = self._samples
+        if samples is None:
+            self._done([])
+            return StepResult(self._step, [])
+        tokens: list[int] = samples.tokens_M.tolist()
+        self._done(tokens)
+        logprobs = self._logprobs(samples)
+        bad = [slot for slot, token in zip(self._slots, tokens, strict=True) if token < 0]
+        if not bad:
+            return StepResult(self._step, tokens, logprobs)
+        counts = [int(token >= 0) for token in tokens]
+        kept = [token for token in tokens if token >= 0]
+        if logprobs is not None:
+            logprobs = [entry for entry, count in zip(logprobs, counts, strict=True) if count]
+        return StepResult(self._step, kept, logprobs, counts=counts, bad_slots=bad)
+
+    def _logprobs(self, samples: Samples) -> list[TokenLogprobs | None] | None:
+        """One entry a row, None where the row wants none."""
+        if samples.chosen_M is None or samples.ranks_M is None:
+            return None
+        chosen, ranks = samples.chosen_M.tolist(), samples.ranks_M.tolist()
+        top = [[] for _ in chosen] if samples.top_MC is None else samples.top_MC.tolist()
+        ids = [[] for _ in chosen] if samples.top_ids_MC is None else samples.top_ids_MC.tolist()
+        rows = zip(self._wanted, chosen, ranks, ids, top, strict=True)
+        return [TokenLogprobs(lp, rank, i[:n], t[:n]) if n >= 0 else None for n, lp, rank, i, t in rows]
+
+
+def _fetch(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A copy of the first rows on the host: ordered behind what was launched, waited for by nobody."""
+    source = tensor[:rows]
+    target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+    return target.copy_(source, non_blocking=True)

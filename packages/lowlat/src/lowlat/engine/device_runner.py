@@ -1,0 +1,318 @@
+"""The runner of GPUs: slots' states live on the device, and the host queues steps without waiting for any.
+
+A decode step is one body over tensors that stay where they are: a CUDA graph for each sampling mode and padded number
+of requests (`graphs`), or the same operations one by one. Steps with prompt chunks run one by one. What the device
+cannot do (grammars, scores of prompts, items) goes to `ModelRunner`, after all steps in flight: correct, but slower,
+and counted in `fallbacks`.
+
+Status: this has run on CPUs only, where it gives the tokens of `ModelRunner`.
+
+Legend of shape suffixes: R rows, B padded requests, M samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+
+import torch
+
+from lowlat.cache.layout import KVPool
+from lowlat.engine.batch import GREEDY, PlanLimits, SlotSampling, StepPlan
+from lowlat.engine.device_results import PendingStep
+from lowlat.engine.device_sampler import Samples, SamplingMode, choose
+from lowlat.engine.device_state import DeviceState, PageTable, to_device
+from lowlat.engine.executor import ExecutorError, StepResult
+from lowlat.engine.graphs import StepBodies
+from lowlat.engine.logit_rules import LogitRules
+from lowlat.engine.runner import ModelRunner
+from lowlat.engine.sampler import MIN_TEMPERATURE
+from lowlat.layers.device_step import DeviceStep, RowSegments
+from lowlat.models.device_decoder import DeviceDecoder
+
+log = logging.getLogger("lowlat.engine")
+
+# Log-probabilities of a graph's most likely tokens: few sizes, so few graphs.
+_TOP_SIZES = (0, 5, 20)
+
+
+def padded_requests(requests: int, most: int) -> int:
+    """The size that a decode step of so many requests is run with: a power of two, at most `most`."""
+    return min(most, 1 << (requests - 1).bit_length())
+
+
+class DeviceRunner:
+    """Runs one model on one device, step after step."""
+
+    def __init__(self, model: DeviceDecoder, host: ModelRunner, limits: PlanLimits, bodies: StepBodies) -> None:
+        """`host` runs the same model on the same cache; it has run no step yet."""
+        assert isinstance(host.kv, KVPool)
+        layout = host.kv.layout
+        self.kv = host.kv
+        self.device = self.kv.keys[0].device
+        self.model = model
+        self.host = host
+        self.max_pages = limits.max_pages
+        self.bodies = bodies
+        self.fallbacks: Counter[str] = Counter()
+        """Steps that the host ran, by the reason."""
+        self._most = limits.max_batch
+        self._state = DeviceState(limits, layout, model.vocab_size, self.device)
+        self._slots_B: dict[int, torch.Tensor] = {}
+        self._sent: dict[int, list[int]] = {}
+        self._lengths = [0] * limits.max_batch
+        self._tokens = [0] * limits.max_batch
+        self._sampling: list[SlotSampling] = [GREEDY] * limits.max_batch
+        self._in_flight: deque[PendingStep] = deque()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Launch a step and wait for it."""
+        result = self.launch(plan).wait()
+        assert result is not None
+        return result
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Queue a step. Slots' states advance at once, as far as the next launch is concerned."""
+        for slot, sampling in plan.begins:
+            self._sampling[slot] = sampling
+            self._state.begin(slot, sampling, LogitRules.of(sampling) is not None)
+        self._state.table.update(plan.pages)
+        if self._state.window_table is not None:
+            self._state.window_table.update(plan.windows)
+        reason = self._host_only(plan)
+        if reason is not None:
+            return self._run_on_host(plan, reason)
+        self.host.learn(plan)
+        pending = self._launch_chunks(plan) if plan.chunks else self._launch_decodes(plan)
+        while self._in_flight and self._in_flight[0].known:
+            self._in_flight.popleft()
+        self._in_flight.append(pending)
+        return pending
+
+    def prepare(self, modes: list[SamplingMode]) -> None:
+        """Capture the decode steps of every size in these modes, so that no request waits for it."""
+        sizes = {padded_requests(requests, self._most) for requests in range(1, self._most + 1)}
+        with torch.inference_mode():
+            for size in sorted(sizes, reverse=True):
+                for mode in modes:
+                    self._prepare(size, mode)
+
+    # --- steps of decodes alone --------------------------------------------------------------------------------------
+
+    def _launch_decodes(self, plan: StepPlan) -> PendingStep:
+        slots = plan.decodes
+        size = padded_requests(len(slots), self._most)
+        mode = self._mode(slots)
+        self._prepare(size, mode)
+        if self._sent.get(size) != slots:
+            padded = slots + [self._state.padding_slot] * (size - len(slots))
+            self._slots_B[size].copy_(to_device(padded, torch.int64, self.device), non_blocking=True)
+            self._sent[size] = slots
+        for slot in slots:
+            self._lengths[slot] += 1
+        longest = max(self._lengths[slot] for slot in slots)
+        samples = self.bodies.run((size, mode), lambda: self._decode(size, mode, longest))
+        return self._pending(plan, samples, slots)
+
+    def _prepare(self, size: int, mode: SamplingMode) -> None:
+        if size not in self._slots_B:
+            padding = self._state.padding_slot
+            self._slots_B[size] = torch.full((size,), padding, dtype=torch.int64, device=self.device)
+        if not self.bodies.knows((size, mode)):
+            self._slots_B[size].fill_(self._state.padding_slot)
+            self._sent.pop(size, None)
+            self.bodies.prepare((size, mode), lambda: self._decode(size, mode, 1))
+            log.info("captured decode steps of %d requests, %s", size, mode)
+
+    def _decode(self, size: int, mode: SamplingMode, longest: int) -> Samples:
+        """The body: everything between the slots' states before and after. `longest` matters where it is not captured:
+        the tokens that no request exceeds."""
+        state, slots_B = self._state, self._slots_B[size]
+        real_B = slots_B != state.padding_slot
+        before_B = state.lengths_T[slots_B]
+        after_B = before_B + real_B
+        batch = RowSegments(
+            slots_B.int(),
+            torch.arange(size, dtype=torch.int32, device=self.device),
+            torch.ones(size, dtype=torch.int32, device=self.device),
+            after_B.int(),
+            most_rows=1,
+            longest=longest,
+        )
+        step = self._step(state.tokens_T[slots_B], slots_B, before_B, [batch], None)
+        logits_BV = self.model.forward(step, self.kv)
+        # Padding rows write the same zero length and no token, whatever the others do.
+        state.lengths_T.index_copy_(0, slots_B, after_B)
+        return self._choose(logits_BV, slots_B, after_B, mode)
+
+    def _choose(
+        self, logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, mode: SamplingMode
+    ) -> Samples:
+        state = self._state
+        samples = choose(logits_MV, slots_M, positions_M, state, mode)
+        # A broken row's token is -1; the step after it must not look that up.
+        tokens_M = samples.tokens_M.clamp(min=0)
+        state.tokens_T.index_copy_(0, slots_M, tokens_M)
+        if mode.rules:
+            state.count(slots_M, tokens_M)
+        return samples
+
+    # --- steps with prompt chunks ------------------------------------------------------------------------------------
+
+    def _launch_chunks(self, plan: StepPlan) -> PendingStep:
+        state, device = self._state, self.device
+        tokens = [token for chunk in plan.chunks for token in chunk.tokens]
+        counts = [len(chunk.tokens) for chunk in plan.chunks]
+        ends = [chunk.start + count for chunk, count in zip(plan.chunks, counts, strict=True)]
+        positions = [place for chunk, end in zip(plan.chunks, ends, strict=True) for place in range(chunk.start, end)]
+        slots = [chunk.slot for chunk, count in zip(plan.chunks, counts, strict=True) for _ in range(count)]
+        for chunk, end in zip(plan.chunks, ends, strict=True):
+            self._lengths[chunk.slot] = end
+        positions += [self._lengths[slot] for slot in plan.decodes]
+        for slot in plan.decodes:
+            self._lengths[slot] += 1
+        first = len(tokens)
+        rows = range(first, first + len(plan.decodes))
+        lasts = [sum(counts[: index + 1]) - 1 for index, chunk in enumerate(plan.chunks) if chunk.sample]
+        sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
+        decodes_B, slots_R, positions_R, sampled_M, after_M = (
+            to_device(values, torch.int64, device)
+            for values in (
+                plan.decodes, slots + plan.decodes, positions, sampled, [self._lengths[slot] for slot in sampled]
+            )
+        )  # fmt: skip
+        segments = [self._segments([chunk.slot for chunk in plan.chunks], counts, ends, 0)]
+        if plan.decodes:
+            ones, lengths = [1] * len(plan.decodes), [self._lengths[slot] for slot in plan.decodes]
+            segments.append(self._segments(plan.decodes, ones, lengths, first))
+        tokens_R = torch.cat([to_device(tokens, torch.int64, device), state.tokens_T[decodes_B]])
+        wanted = to_device([*lasts, *rows], torch.int64, device)
+        step = self._step(tokens_R, slots_R, positions_R, segments, wanted)
+        touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
+        logits_MV = self.model.forward(step, self.kv)
+        state.set_lengths(touched, [self._lengths[slot] for slot in touched])
+        samples = self._choose(logits_MV, sampled_M, after_M, self._mode(sampled)) if sampled else None
+        return self._pending(plan, samples, sampled)
+
+    def _segments(self, slots: list[int], rows: list[int], lengths: list[int], first: int) -> RowSegments:
+        firsts = [first + sum(rows[:index]) for index in range(len(rows))]
+        return RowSegments(
+            to_device(slots, torch.int32, self.device),
+            to_device(firsts, torch.int32, self.device),
+            to_device(rows, torch.int32, self.device),
+            to_device(lengths, torch.int32, self.device),
+            most_rows=max(rows),
+            longest=max(lengths),
+        )
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def _step(
+        self,
+        tokens_R: torch.Tensor,
+        slots_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        batches: list[RowSegments],
+        sample_rows: torch.Tensor | None,
+    ) -> DeviceStep:
+        """The step as layers see it, and as those with a window do."""
+
+        def seen(table: PageTable) -> DeviceStep:
+            places_R = table.places(slots_R, positions_R)
+            return DeviceStep(tokens_R, positions_R, places_R, batches, table.pages_TP, table.page_size, sample_rows)
+
+        step = seen(self._state.table)
+        if self._state.window_table is not None:
+            step.windowed = seen(self._state.window_table)
+        return step
+
+    def _mode(self, slots: list[int]) -> SamplingMode:
+        settings = [self._sampling[slot] for slot in slots]
+        draws = [setting for setting in settings if setting.temperature >= MIN_TEMPERATURE]
+        wanted = max(setting.logprobs for setting in settings)
+        return SamplingMode(
+            draws=bool(draws),
+            filters=any(setting.top_k > 0 or setting.top_p < 1.0 or setting.min_p > 0.0 for setting in draws),
+            rules=any(self.host.observer(slot) is not None for slot in slots),
+            logprobs=wanted if wanted < 0 else next((size for size in _TOP_SIZES if size >= wanted), wanted),
+        )
+
+    def _pending(self, plan: StepPlan, samples: Samples | None, slots: list[int]) -> PendingStep:
+        observers = [self.host.observer(slot) for slot in slots]
+
+        def done(tokens: list[int]) -> None:
+            for slot, token, observe in zip(slots, tokens, observers, strict=True):
+                if token < 0:
+                    continue
+                self._tokens[slot] = token
+                if observe is not None:
+                    observe(token)
+
+        wanted = [self._sampling[slot].logprobs for slot in slots]
+        return PendingStep(plan.step, samples, slots, wanted, self.device, done)
+
+    # --- what the device cannot do -----------------------------------------------------------------------------------
+
+    def _host_only(self, plan: StepPlan) -> str | None:
+        """Why the host must run this step; None where the device can."""
+        if any(chunk.items is not None for chunk in plan.chunks):
+            return "items"
+        if any(chunk.targets or chunk.read_rows for chunk in plan.chunks):
+            return "prompt log-probabilities"
+        slots = [chunk.slot for chunk in plan.chunks] + plan.decodes
+        if any(self._sampling[slot].grammar is not None for slot in slots):
+            return "grammar"
+        return None
+
+    def _run_on_host(self, plan: StepPlan, reason: str) -> PendingStep:
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+        if not self.fallbacks[reason]:
+            log.warning("steps with %s wait for the device and choose tokens on the host: they are slower", reason)
+        self.fallbacks[reason] += 1
+        self.host.set_state(self._tokens, self._lengths)
+        result = self.host.run(plan)
+        sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
+        touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
+        self._tokens, self._lengths = self.host.state()
+        self._state.set_lengths(touched, [self._lengths[slot] for slot in touched])
+        if sampled:
+            self._state.set_tokens(sampled, [self._tokens[slot] for slot in sampled])
+        return PendingStep.finished(result)
+
+
+class DeviceExecutor:
+    """Launches in the caller's thread, which costs it no wait, and reads results in order."""
+
+    def __init__(self, runner: DeviceRunner) -> None:
+        self._runner = runner
+        self._pending: deque[PendingStep] = deque()
+        self._failure: Exception | None = None
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue a step; an error comes with its result."""
+        if self._failure is None:
+            try:
+                self._pending.append(self._runner.launch(plan))
+            except Exception as error:
+                self._failure = error
+
+    def collect(self, timeout: float | None) -> StepResult | None:
+        """The oldest result; None after `timeout` seconds. Raises `ExecutorError`, and after it at every call."""
+        try:
+            if self._pending:
+                result = self._pending[0].wait(timeout)
+                if result is not None:
+                    self._pending.popleft()
+                return result
+        except Exception as error:
+            self._failure = error
+        if self._failure is not None:
+            raise ExecutorError(f"{type(self._failure).__name__}: {self._failure}") from self._failure
+        return None
+
+    def close(self) -> None:
+        """Let the steps in flight end."""
+        if self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)

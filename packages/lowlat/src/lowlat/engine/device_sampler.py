@@ -1,0 +1,150 @@
+"""Choosing tokens on the device, all rows of a step at once, by the laws of `sampler` and `logit_rules`.
+
+What comes out differs from them only where sums in another order round differently. Nothing is read by the host.
+
+Legend of shape suffixes: M samples of a step, V vocabulary, C log-probabilities beside the chosen one's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from lowlat.engine.device_state import DeviceState
+from lowlat.engine.sampler import MIN_TEMPERATURE
+
+
+class SamplingMode(msgspec.Struct, frozen=True):
+    """What the rows of a step need; each mode is a graph of its own, so that greedy steps pay for nothing."""
+
+    draws: bool = False
+    """Some row is not greedy."""
+    filters: bool = False
+    """Some row has top-k, top-p or min-p."""
+    rules: bool = False
+    """Some row has a bias, a penalty or banned tokens."""
+    logprobs: int = -1
+    """Log-probabilities wanted: -1 none, 0 the chosen tokens', n those of the n most likely too."""
+
+
+class Samples(msgspec.Struct):
+    """What a step chose, on the device."""
+
+    tokens_M: torch.Tensor
+    """int64; -1 where the logits hold NaN, or no finite number."""
+    chosen_M: torch.Tensor | None = None
+    """Log-probabilities of the chosen tokens, their ranks, and the most likely ones: present where the mode says."""
+    ranks_M: torch.Tensor | None = None
+    top_MC: torch.Tensor | None = None
+    top_ids_MC: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those present."""
+        parts = (self.tokens_M, self.chosen_M, self.ranks_M, self.top_MC, self.top_ids_MC)
+        return [part for part in parts if part is not None]
+
+
+def choose(
+    logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, state: DeviceState, mode: SamplingMode
+) -> Samples:
+    """Choose a token for each row of float32 `logits_MV`. `positions_M`: places of the chosen tokens, int64."""
+    scores_MV = _ruled(logits_MV, slots_M, positions_M, state) if mode.rules else logits_MV
+    best_M, tokens_M = scores_MV.max(dim=-1)
+    if mode.draws:
+        temperature_M = state.temperature_T[slots_M]
+        greedy_M = temperature_M < MIN_TEMPERATURE
+        scaled_MV = (scores_MV - best_M[:, None]) / torch.where(greedy_M, 1.0, temperature_M)[:, None]
+        numbers_M = uniforms(state.seed_T[slots_M], positions_M)
+        if mode.filters:
+            drawn_M = _draw_filtered(scaled_MV, numbers_M, slots_M, state)
+        else:
+            drawn_M = _invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
+        tokens_M = torch.where(greedy_M, tokens_M, drawn_M)
+    usable_M = (logits_MV.amax(dim=-1) if mode.rules else best_M).isfinite()
+    samples = Samples(torch.where(usable_M, tokens_M, -1))
+    if mode.logprobs >= 0:
+        _add_logprobs(samples, logits_MV, tokens_M, mode.logprobs)
+    return samples
+
+
+def uniforms(seed_M: torch.Tensor, position_M: torch.Tensor) -> torch.Tensor:
+    """`sampler.uniform` of many, float64, bit for bit; seeds are 64-bit numbers as int64."""
+    gamma = _signed(0x9E3779B97F4A7C15)
+    value_M = _mix(seed_M + gamma)
+    value_M = _mix(value_M + (position_M + 1) * gamma)
+    return _shift(value_M, 11).double() * 2.0**-53
+
+
+def _mix(value: torch.Tensor) -> torch.Tensor:
+    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift to the right."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _ruled(
+    logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, state: DeviceState
+) -> torch.Tensor:
+    """As `LogitRules.apply`."""
+    rules = state.rules
+    assert rules is not None
+    counts_MV = rules.counts_TV[slots_M]
+    repetition_M1, presence_M1, frequency_M1 = rules.penalties_T3[slots_M].split(1, dim=-1)  # type: ignore[no-untyped-call]
+    scores_MV = logits_MV + rules.bias_TV[slots_M]
+    seen_MV = rules.prompt_TV[slots_M] | (counts_MV > 0)
+    penalised_MV = torch.where(scores_MV > 0, scores_MV / repetition_M1, scores_MV * repetition_M1)
+    scores_MV = torch.where(seen_MV, penalised_MV, scores_MV)
+    scores_MV = scores_MV - torch.where(counts_MV > 0, frequency_M1 * counts_MV + presence_M1, 0.0)
+    early_M1 = (positions_M < rules.banned_until_T[slots_M])[:, None]
+    return scores_MV.masked_fill(rules.banned_TV[slots_M] & early_M1, float("-inf"))
+
+
+def _draw_filtered(
+    scaled_MV: torch.Tensor, numbers_M: torch.Tensor, slots_M: torch.Tensor, state: DeviceState
+) -> torch.Tensor:
+    """Draws after top-k, top-p and min-p; rows without any are drawn in the vocabulary's order, as they are alone."""
+    top_k_M, top_p_M, min_p_M = (table[slots_M] for table in (state.top_k_T, state.top_p_T, state.min_p_T))
+    sorted_MV, ids_MV = scaled_MV.sort(dim=-1, descending=True, stable=True)
+    place_V = torch.arange(scaled_MV.shape[-1], device=scaled_MV.device)
+    cut_MV = (place_V >= top_k_M[:, None]) & (top_k_M > 0)[:, None]
+    probabilities_MV = sorted_MV.masked_fill(cut_MV, float("-inf")).softmax(-1, dtype=torch.float64)
+    cumulative_MV = probabilities_MV.cumsum(-1)
+    # The fewest most likely tokens whose mass reaches top_p, of those the ones that min_p lets pass; at least one.
+    reached_M = torch.searchsorted(cumulative_MV, top_p_M[:, None])[:, 0] + 1
+    kept_M = torch.where(top_p_M < 1.0, reached_M, len(place_V))
+    kept_M = torch.where(top_k_M > 0, kept_M.minimum(top_k_M), kept_M)
+    likely_M = (probabilities_MV >= (min_p_M * probabilities_MV[:, 0])[:, None]).sum(-1)
+    kept_M = torch.where(min_p_M > 0.0, kept_M.minimum(likely_M), kept_M).clamp(1, len(place_V))
+    drawn_M = ids_MV.gather(-1, _invert(cumulative_MV, numbers_M, kept_M)[:, None])[:, 0]
+    plain_M = (top_k_M <= 0) & (top_p_M >= 1.0) & (min_p_M <= 0.0)
+    plainly_M = _invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
+    return torch.where(plain_M, plainly_M, drawn_M)
+
+
+def _invert(cumulative_MV: torch.Tensor, numbers_M: torch.Tensor, kept_M: torch.Tensor | None) -> torch.Tensor:
+    """Where each row's distribution function passes its number, among the first `kept_M` places."""
+    if kept_M is None:
+        kept_M = torch.full_like(numbers_M, cumulative_MV.shape[-1], dtype=torch.int64)
+    last_M = kept_M - 1
+    total_M = cumulative_MV.gather(-1, last_M[:, None])[:, 0]
+    index_M1 = torch.searchsorted(cumulative_MV, (numbers_M * total_M)[:, None], right=True)
+    return index_M1[:, 0].minimum(last_M)
+
+
+def _add_logprobs(samples: Samples, logits_MV: torch.Tensor, tokens_M: torch.Tensor, count: int) -> None:
+    """As `token_logprobs`, for every row."""
+    total_M = logits_MV.logsumexp(-1)
+    chosen_M = logits_MV.gather(-1, tokens_M[:, None])[:, 0]
+    samples.chosen_M = chosen_M - total_M
+    samples.ranks_M = (logits_MV > chosen_M[:, None]).sum(-1) + 1
+    if count:
+        top_MC, samples.top_ids_MC = logits_MV.topk(min(count, logits_MV.shape[-1]), dim=-1)
+        samples.top_MC = top_MC - total_M[:, None]

@@ -1,0 +1,89 @@
+"""Decode steps as CUDA graphs, one for each kind of step and padded number of requests.
+
+Status: `CudaGraphs` has not run on a GPU yet. The bodies that it captures run eagerly in ordinary tests, on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+
+Body = Callable[[], Any]
+"""Work on tensors that stay where they are. It returns tensors, which the next run of the same kind may write again:
+who wants to keep them copies them on the same stream before."""
+
+_WARM_UPS = 2
+
+
+class StepBodies(Protocol):
+    """How bodies run."""
+
+    @property
+    def captured(self) -> int:
+        """Graphs that exist."""
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether nothing is left to prepare for this kind of step."""
+
+    def prepare(self, key: Hashable, body: Body) -> None:
+        """Make ready to run `body` as `key`; runs it a few times, so its inputs must be padding now."""
+
+    def run(self, key: Hashable, body: Body) -> Any:
+        """Run the body; returns its outputs."""
+
+
+class EagerBodies:
+    """Runs bodies as they are: on CPUs, and on GPUs for models that ask the host something in a step."""
+
+    captured = 0
+
+    def knows(self, key: Hashable) -> bool:
+        """Always."""
+        return True
+
+    def prepare(self, key: Hashable, body: Body) -> None:
+        """Nothing to do."""
+
+    def run(self, key: Hashable, body: Body) -> Any:
+        """Call it."""
+        return body()
+
+
+class CudaGraphs:
+    """Captures each kind of step once and replays it. All graphs share one memory pool: they never run side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def captured(self) -> int:
+        """Graphs that exist."""
+        return len(self._graphs)
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether this kind of step was captured."""
+        return key in self._graphs
+
+    def prepare(self, key: Hashable, body: Body) -> None:
+        """Run `body` on a side stream, so that kernels are compiled and memory is there, then capture it."""
+        side: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                body()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = body()
+        self._graphs[key] = (graph, outputs)
+
+    def run(self, key: Hashable, body: Body) -> Any:
+        """Replay."""
+        graph, outputs = self._graphs[key]
+        graph.replay()
+        return outputs

@@ -1,0 +1,64 @@
+"""NVIDIA GPUs, through PyTorch's CUDA. One process drives one GPU.
+
+Status: not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+# What is left to PyTorch's allocator beside the KV pool: activations of the largest chunk, graphs, sampling.
+_LEFT_FREE = 0.1
+
+
+class CudaPlatform:
+    """One GPU. Products are PyTorch's own: the fused operations between them are `layers/triton_ops.py`'s."""
+
+    name = "cuda"
+    default_dtype = "bfloat16"
+    page_size = 16
+    min_rows = 1
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises `ValueError` where PyTorch sees no such GPU; the text says why and what to do."""
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device cuda: {_why_not()}; use --device cpu here")
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"--device cuda: GPU {index} is wanted, and PyTorch sees {torch.cuda.device_count()}")
+        self.device = torch.device("cuda", index)
+        # float32 products stay float32: bfloat16 is there for those who want speed.
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> CudaLinear:
+        """The weight as it is."""
+        return CudaLinear(weight_OI, bias_O)
+
+    def memory_available(self) -> int:
+        """Bytes free on the GPU now, less a tenth of its memory."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, free - int(total * _LEFT_FREE))
+
+    def set_threads(self, threads: int) -> None:
+        """Use so many CPU threads for operators called from the current thread, and this GPU."""
+        torch.set_num_threads(threads)
+        torch.cuda.set_device(self.device)
+
+
+class CudaLinear:
+    """x_RI @ weight_OI.T + bias_O."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self._weight_OI = weight_OI.contiguous()
+        self._bias_O = bias_O
+
+    def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_RI, self._weight_OI, self._bias_O)
+
+
+def _why_not() -> str:
+    if torch.version.cuda is None:
+        return f"this build of PyTorch ({torch.__version__}) has no CUDA: install one that has (make serve does)"
+    return (
+        f"PyTorch {torch.__version__} sees no GPU: is the driver there (nvidia-smi), and the GPU visible to this user?"
+    )
