@@ -46,7 +46,11 @@ ENGINE_OPTIONS: dict[str, Any] = {
     ],
     "device": Annotated[
         Literal["auto", "cpu", "cuda"],
-        _option("--device", panel=_COMPUTE, help="Where to run. The runtime has no GPU path yet: auto means cpu."),
+        _option(
+            "--device",
+            panel=_COMPUTE,
+            help="Where to run. The path for NVIDIA GPUs was not tried on one yet: auto means cpu.",
+        ),
     ],
     "tensor_parallel": Annotated[
         int, _option("--tensor-parallel", "--tp", panel=_COMPUTE, min=1, help="Ranks that share every layer.")

@@ -19,6 +19,8 @@ from lowlat.cache.windows import WindowPages, most_pages
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
+from lowlat.engine.device_build import device_runner, prepare
+from lowlat.engine.device_runner import DeviceExecutor, DeviceRunner
 from lowlat.engine.drafts import open_draft
 from lowlat.engine.executor import Executor, ThreadExecutor
 from lowlat.engine.grammar_gate import GrammarGate
@@ -59,7 +61,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
 class RankParts(msgspec.Struct):
     """What one rank has."""
 
-    runner: ModelRunner
+    runner: ModelRunner | DeviceRunner
     kernels: LowLatencyMode
     limits: PlanLimits
     facts: EngineFacts
@@ -101,8 +103,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
             rules=parts.rules,
         )
         scheduler.stats.simulated_acceptance = config.spec_simulate_acceptance
-        run = parts.runner.run
-        executor: Executor = ThreadExecutor(run, lambda: parts.platform.set_threads(parts.threads))
+        executor: Executor
+        if isinstance(parts.runner, DeviceRunner):
+            executor = DeviceExecutor(parts.runner)
+        else:
+            executor = ThreadExecutor(parts.runner.run, lambda: parts.platform.set_threads(parts.threads))
         if group is not None:
             executor = TensorParallelExecutor(executor, group, parts.limits)
     except BaseException:
@@ -131,6 +136,8 @@ def build_rank(
         platform = select(config.device)
     except ValueError as error:
         raise SetupError(str(error)) from error
+    if platform.keeps_state and config.tensor_parallel > 1:
+        raise SetupError(f"--tp {config.tensor_parallel} --device {platform.name}: several GPUs do not work yet; use 1")
     dtype = platform.default_dtype if config.dtype == "auto" else config.dtype
     threads = config.threads or _threads(config.tensor_parallel)
     platform.set_threads(threads)
@@ -173,7 +180,7 @@ def build_rank(
         max_window_pages=window_pages_each,
     )
     kv = make_cache(model, pages, page_size, states, platform.device, width, window_pages)
-    runner = ModelRunner(
+    host = ModelRunner(
         model,
         kv,
         limits,
@@ -182,18 +189,24 @@ def build_rank(
         has_state=state_bytes(groups) > 0,
         window=window,
     )
+    runner: ModelRunner | DeviceRunner = host
+    if platform.keeps_state:
+        runner = device_runner(model, host, limits, width=width, kernels=kernels.built) or host
     progress(0, 0, "first step")
     _first_step(runner)
+    if isinstance(runner, DeviceRunner):
+        progress(0, 0, "capturing steps")
+        prepare(runner)
     with _refusals():
         if isinstance(kv, KVPool):
             kernels.pool_made(kv)
         if kernels.built:
             progress(0, 0, "checking kernels")
             kernels.prove()
-    runner.kernel_steps = KernelSteps(kernels.low, page_size)
+    host.kernel_steps = KernelSteps(kernels.low, page_size, platform.device)
     if width > 1:
         progress(0, 0, "measuring steps")
-        runner.speculation = make_speculation(config, runner, communicator, width, draft)
+        host.speculation = make_speculation(config, host, communicator, width, draft)
     facts = EngineFacts(
         model=checkpoint.name,
         dtype=dtype,
@@ -318,7 +331,7 @@ def _pages(
     return pages, min(pages, window_pages)
 
 
-def _first_step(runner: ModelRunner) -> None:
+def _first_step(runner: ModelRunner | DeviceRunner) -> None:
     """A prefill and a decode step on page 0, so that the first request finds everything warm and working."""
     if runner.kv.layout.page_size * runner.max_pages < 2:
         raise SetupError("a request must be able to hold at least two tokens")

@@ -20,9 +20,10 @@ log = logging.getLogger("lowlat.plugins")
 class KernelSteps:
     """Tries every step on the kernels and counts who computed it."""
 
-    def __init__(self, low: LowLatency, page_size: int) -> None:
+    def __init__(self, low: LowLatency, page_size: int, device: torch.device) -> None:
         self.low = low
         self._page_size = page_size
+        self._device = device
 
     def run(
         self,
@@ -70,12 +71,15 @@ class KernelSteps:
         lengths_Q = starts_Q + counts_Q
         starts_P = np.arange(0, int(lengths_Q.max()), self._page_size)
         page_table_QP = (kv_slots[index_Q[:, None], starts_P] // self._page_size).astype(np.int32)
-        return StepInputs(
-            mode,
-            torch.tensor([token for rows in tokens for token in rows]),
-            torch.from_numpy(positions_R),
-            torch.from_numpy(query_start_Q1.astype(np.int32)),
-            torch.from_numpy(lengths_Q.astype(np.int32)),
-            torch.from_numpy(page_table_QP),
-            torch.from_numpy(kv_slots[np.repeat(index_Q, counts_Q), positions_R]),
+        token_ids_R, query_start_tensor, totals_Q, table_QP, write_slots_R, places_R = (
+            torch.from_numpy(part).to(self._device)
+            for part in (
+                np.array([token for rows in tokens for token in rows]),
+                query_start_Q1.astype(np.int32),
+                lengths_Q.astype(np.int32),
+                page_table_QP,
+                kv_slots[np.repeat(index_Q, counts_Q), positions_R],
+                positions_R,
+            )
         )
+        return StepInputs(mode, token_ids_R, places_R, query_start_tensor, totals_Q, table_QP, write_slots_R)

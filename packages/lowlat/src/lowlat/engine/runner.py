@@ -97,7 +97,8 @@ class ModelRunner:
             inputs = moved(self._inputs(plan, guesses), self._device)
         if logits_MV is None:
             assert inputs is not None
-            logits_MV = self.model.forward(inputs, self.kv).to("cpu")
+            logits_MV = self.model.forward(inputs, self.kv)
+        logits_MV = logits_MV.to("cpu")
         if speculation is not None and speculation.follows and inputs is not None:
             speculation.follow(inputs)
         for chunk in plan.chunks:

@@ -25,6 +25,9 @@ class Platform(Protocol):
     min_rows: int
     """Steps with fewer rows are padded to this many, where the device computes more rows faster than fewer."""
 
+    keeps_state: bool
+    """Whether the state of slots lives on the device between steps, so that the host need not wait for it."""
+
     def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> PackedLinear:
         """Prepare a weight [out, in] for multiplication; it may be copied, so drop the original afterwards."""
 

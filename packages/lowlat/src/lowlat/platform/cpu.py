@@ -19,6 +19,7 @@ class CpuPlatform:
     default_dtype = "float32"
     page_size = 16
     min_rows = 4
+    keeps_state = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

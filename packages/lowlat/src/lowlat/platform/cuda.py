@@ -19,6 +19,7 @@ class CudaPlatform:
     default_dtype = "bfloat16"
     page_size = 16
     min_rows = 1
+    keeps_state = True
 
     def __init__(self, index: int = 0) -> None:
         """Raises `ValueError` where PyTorch sees no such GPU; the text says why and what to do."""
@@ -57,8 +58,7 @@ class CudaLinear:
 
 
 def _why_not() -> str:
+    build = f"PyTorch {torch.__version__}"
     if torch.version.cuda is None:
-        return f"this build of PyTorch ({torch.__version__}) has no CUDA: install one that has (make serve does)"
-    return (
-        f"PyTorch {torch.__version__} sees no GPU: is the driver there (nvidia-smi), and the GPU visible to this user?"
-    )
+        return f"{build} was built without CUDA: install a build with it (on a GPU machine `make serve` does)"
+    return f"{build} sees no GPU: check that nvidia-smi shows one, and CUDA_VISIBLE_DEVICES"

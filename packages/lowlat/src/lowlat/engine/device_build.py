@@ -1,0 +1,79 @@
+"""From a model on a GPU to the runner that keeps its state there, where the model and the configuration allow it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from lowlat.cache.layout import KVPool
+from lowlat.engine.batch import PlanLimits
+from lowlat.engine.device_runner import DeviceRunner
+from lowlat.engine.device_sampler import SamplingMode
+from lowlat.engine.graphs import CudaGraphs, EagerBodies, StepBodies
+from lowlat.engine.runner import ModelRunner
+from lowlat.layers.device_reference import ReferenceOps
+from lowlat.layers.device_step import DeviceOps
+from lowlat.models.base import Model
+from lowlat.models.decoder import Decoder
+from lowlat.models.device_decoder import DeviceDecoder
+
+log = logging.getLogger("lowlat.engine")
+
+# Captured before the first request; other modes are when the first request with them comes.
+_USUAL = [SamplingMode(), SamplingMode(draws=True), SamplingMode(draws=True, filters=True)]
+
+
+def device_runner(
+    model: Model, host: ModelRunner, limits: PlanLimits, *, width: int, kernels: bool
+) -> DeviceRunner | None:
+    """A runner around `host` whose steps wait for nobody; None, with a warning that says why, where `host` must do.
+
+    `width`: rows that a request may have in a decode step. `kernels`: a kernel library computes steps.
+    """
+    reason = _host_only(model, width, kernels)
+    if reason is not None:
+        log.warning("steps are planned and sampled on the host, one after another: %s", reason)
+        return None
+    assert isinstance(model, Decoder)
+    assert isinstance(host.kv, KVPool)
+    device = host.kv.keys[0].device
+    ops, fused = device_ops(device)
+    device_model = DeviceDecoder(model, ops)
+    bodies: StepBodies = EagerBodies()
+    if device.type == "cpu":
+        pass
+    elif not fused:
+        log.warning("triton cannot be imported: attention and norms run as plain PyTorch, without graphs, and slowly")
+    elif not device_model.capturable:
+        log.warning("decode steps run without graphs: this model's experts are chosen by the host")
+    else:
+        bodies = CudaGraphs(device)
+    return DeviceRunner(device_model, host, limits, bodies)
+
+
+def prepare(runner: DeviceRunner) -> None:
+    """Capture the usual decode steps."""
+    runner.prepare(_USUAL)
+    log.info("%d decode graphs", runner.bodies.captured)
+
+
+def device_ops(device: torch.device) -> tuple[DeviceOps, bool]:
+    """The operations between products for a device, and whether they are fused kernels."""
+    if device.type == "cpu":
+        return ReferenceOps(), False
+    try:
+        from lowlat.layers.triton_ops import TritonOps
+    except ImportError:
+        return ReferenceOps(), False
+    return TritonOps(torch.cuda.get_device_properties(device).multi_processor_count), True
+
+
+def _host_only(model: Model, width: int, kernels: bool) -> str | None:
+    if kernels:
+        return "a kernel library computes them (--low-latency off changes that)"
+    if width > 1:
+        return "guesses are made and checked there (--spec off changes that)"
+    if not isinstance(model, Decoder):
+        return "this model family has no forward for state on the device"
+    return None
