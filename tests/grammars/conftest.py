@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from grammar_kit import SETTINGS, byte_level, save_tiny, sentencepiece
 
+from grammar_kit import SETTINGS, byte_level, save_tiny, sentencepiece
 from lowlat.offline import Engine
 
 collect_ignore_glob = [] if find_spec("xgrammar") else ["test_*.py"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grammar_kit import EOS, OTHER_EOS, SETTINGS, byte_level, save_tiny
 
+from grammar_kit import EOS, OTHER_EOS, SETTINGS, byte_level, save_tiny
 from lowlat import Engine, Grammar, SamplingParams
 from tiny_tokenizer import byte_tokenizer
 

@@ -32,11 +32,11 @@ def compile_grammar(xgrammar: ModuleType, compiler: Any, grammar: Grammar, max_d
     check_depth(grammar.text, max_depth)
     try:
         return _compile(compiler, grammar)
-    except GrammarError:
+    except (GrammarError, MemoryError):
         raise
-    except MemoryError:
-        raise
-    except Exception as error:  # the binding raises RuntimeError, and subclasses of others, for bad input
+    except Exception as error:  # the binding raises RuntimeError, and subclasses of others
+        if "bad_alloc" in str(error):
+            raise MemoryError from None
         raise GrammarError(clean(str(error))) from None
 
 

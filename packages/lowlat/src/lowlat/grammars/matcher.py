@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _WAIT_S = 30.0
 """For an answer that is due in milliseconds; the process ends itself long before, unless the machine stands still."""
-TOO_SLOW = "grammar: it takes too long to follow; make it simpler"
+TOO_SLOW = "grammar: it takes too long, or too much memory, to follow; make it simpler"
 
 
 class AnswerOverError(Exception):
