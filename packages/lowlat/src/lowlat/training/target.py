@@ -28,6 +28,7 @@ class TorchPlatform:
     default_dtype = "float32"
     page_size = 1
     min_rows = 1
+    keeps_state = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
