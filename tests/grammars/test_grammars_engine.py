@@ -10,6 +10,8 @@ import pytest
 
 from grammar_kit import EOS, OTHER_EOS, SETTINGS, byte_level, save_tiny
 from lowlat import Engine, Grammar, SamplingParams
+from lowlat.engine import build
+from lowlat.platform.cpu import CpuPlatform
 from tiny_tokenizer import byte_tokenizer
 
 REGEX = Grammar("regex", "([a-d]{2} ){2,12}[x-z]")
@@ -152,3 +154,19 @@ def test_grammars_are_refused_where_answers_mean_nothing(byte_folder: Path):
     refusal = pytest.raises(ValueError, match="spec-simulate-acceptance")
     with Engine(model=str(byte_folder), **settings) as engine, refusal:
         engine.generate([1], SamplingParams(max_tokens=9, grammar=REGEX))
+
+
+class KeepingPlatform(CpuPlatform):
+    keeps_state = True
+
+
+def test_state_on_the_device_gives_way_to_a_grammar(
+    byte_folder: Path, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    runners: list[Any] = []
+    original = build.prepare
+    monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
+    monkeypatch.setattr(build, "prepare", lambda runner: (runners.append(runner), original(runner)))
+    with Engine(model=str(byte_folder), **SETTINGS) as engine:
+        assert crowd(engine) == alone
+    assert runners[0].fallbacks["grammar"] > 0

@@ -76,7 +76,7 @@ class DeviceRunner:
         """Queue a step. Slots' states advance at once, as far as the next launch is concerned."""
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
-            self._state.begin(slot, sampling, LogitRules.of(sampling) is not None)
+            self._state.begin(slot, sampling, LogitRules.has(sampling))
         self._state.table.update(plan.pages)
         if self._state.window_table is not None:
             self._state.window_table.update(plan.windows)

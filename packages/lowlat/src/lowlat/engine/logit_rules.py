@@ -31,12 +31,16 @@ class LogitRules:
         """Set when the grammar lets no token come next: the answer is over, or cannot go on."""
         self._prompt_T = torch.tensor(sorted(self._prompt), dtype=torch.int64)
 
+    @staticmethod
+    def has(setting: SlotSampling) -> bool:
+        """Whether a setting has rules."""
+        penalties = setting.presence_penalty or setting.frequency_penalty or setting.repetition_penalty != 1.0
+        return bool(penalties or setting.logit_bias or setting.banned or setting.grammar)
+
     @classmethod
     def of(cls, setting: SlotSampling, slot: int = 0) -> LogitRules | None:
         """The rules of a setting; None when it has none, which costs nothing in a step."""
-        penalties = setting.presence_penalty or setting.frequency_penalty or setting.repetition_penalty != 1.0
-        rules = penalties or setting.logit_bias or setting.banned or setting.grammar
-        return cls(setting, slot) if rules else None
+        return cls(setting, slot) if cls.has(setting) else None
 
     def observe(self, token: int) -> None:
         """Take note of a token of the answer."""
