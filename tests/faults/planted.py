@@ -256,9 +256,9 @@ PLANTS = (
     _plant(
         "A44",
         "a cancelled prompt is cached as far as it was asked for",
-        "engine/scheduler.py",
-        "self.cache.end(active.lease, active.tokens[: active.filled], row)",
-        "self.cache.end(active.lease, active.tokens, row)",
+        "engine/active.py",
+        "self.tokens[: min(self.filled, self.shareable)]",
+        "self.tokens[: self.shareable]",
         f"{_SCHEDULE}test_a44_a_cancel_at_every_moment_of_a_shared_prefill_leaves_others_alone",
     ),
     _plant(
@@ -289,8 +289,8 @@ PLANTS = (
         "A53",
         "a rank goes on with a token of its own",
         "engine/runner.py",
-        "return [[token] for token in tokens], None",
-        "return [[0] for token in tokens], None",
+        "self._tokens[slot], self._lengths[slot] = token, length",
+        "self._tokens[slot], self._lengths[slot] = 0, length",
         "engine/test_engine_ranks.py::test_two_and_four_ranks_answer_like_one",
     ),
     _plant(

@@ -182,7 +182,7 @@ def blocks(*content: dict[str, Any]) -> dict[str, Any]:
             "tool_choice.name",
         ),
         ({"messages": [MESSAGE], "max_tokens": 5, "tools": [{"name": "a"}]}, "tools[0].input_schema"),
-        ({"messages": [MESSAGE], "max_tokens": 5, "stop_sequences": ["a"] * 5}, "stop_sequences"),
+        ({"messages": [MESSAGE], "max_tokens": 5, "stop_sequences": ["a"] * 33}, "stop_sequences"),
         ({"messages": [{"role": "user", "content": "y" * 30_000}], "max_tokens": 5}, "messages"),
         ({"messages": [MESSAGE], "max_tokens": 5, "n": 2}, "n"),
     ],

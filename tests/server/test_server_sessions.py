@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import transformers
 from server_kit import Live, live_server, wait_for
@@ -16,6 +17,9 @@ from server_kit import Live, live_server, wait_for
 from lowlat import Engine, SamplingParams, Session
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.supervisor import ENGINE_PROGRAM
+from lowlat.server import messages_requests, responses_requests
+from lowlat.server.messages_requests import MessagesRequest
+from lowlat.server.responses_requests import ResponsesRequest
 from tiny_tokenizer import byte_tokenizer
 
 VOCABULARY = 259
@@ -154,3 +158,15 @@ def test_sessions_in_python(folder: Path):
         assert engine.stats().pages_pinned == 0
         with pytest.raises(ValueError, match="session_ttl_max"):
             engine.generate([1], sampling, session=Session("a", ttl=1e9))
+
+
+@pytest.mark.parametrize(
+    ("form", "to_chat", "fields"),
+    [
+        (MessagesRequest, messages_requests.to_chat, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}),
+        (ResponsesRequest, responses_requests.to_chat, {"input": "x"}),
+    ],
+)
+def test_other_forms_of_a_chat_carry_the_session(form: Any, to_chat: Any, fields: dict[str, Any]):
+    chat = to_chat(msgspec.convert(fields | {"session_id": "a", "session_ttl": 5.0}, form))
+    assert (chat.session_id, chat.session_ttl) == ("a", 5.0)

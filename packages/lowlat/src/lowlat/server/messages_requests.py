@@ -16,6 +16,7 @@ from lowlat.server.requests import (
     Priority,
     RequestId,
     Seed,
+    SessionTtl,
     StopString,
     TemplateKey,
     no_op,
@@ -120,12 +121,14 @@ class MessagesRequest(ChatPart, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    stop_sequences: Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=32)] | None = None
     stream: bool | None = None
     seed: Seed | None = None
     priority: Priority | None = None
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
+    session_id: RequestId | None = None
+    session_ttl: SessionTtl | None = None
     metadata: Annotated[Any, IGNORED] = None
     service_tier: Annotated[Any, IGNORED] = None
     inference_geo: Annotated[Any, IGNORED] = None
@@ -148,7 +151,7 @@ def to_chat(body: MessagesRequest) -> ChatRequest:
     chat.stop = body.stop_sequences
     chat.stream = body.stream
     chat.seed, chat.priority, chat.cache_salt = body.seed, body.priority, body.cache_salt
-    chat.request_id = body.request_id
+    chat.request_id, chat.session_id, chat.session_ttl = body.request_id, body.session_id, body.session_ttl
     return chat
 
 

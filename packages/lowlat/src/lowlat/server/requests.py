@@ -33,6 +33,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 CacheSalt = Annotated[str, Meta(max_length=256)]
+SessionTtl = Annotated[float, Meta(gt=0)]
 Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 TemplateKey = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
@@ -110,7 +111,7 @@ class GenerationFields(Unsupported, kw_only=True):
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
     session_id: RequestId | None = None
-    session_ttl: Annotated[float, Meta(gt=0)] | None = None
+    session_ttl: SessionTtl | None = None
     return_token_ids: bool | None = None
 
 

@@ -18,6 +18,7 @@ from lowlat.server.requests import (
     Priority,
     RequestId,
     Seed,
+    SessionTtl,
     Temperature,
     TemplateKey,
     TopP,
@@ -125,6 +126,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: Priority | None = None
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
+    session_id: RequestId | None = None
+    session_ttl: SessionTtl | None = None
     chat_template_kwargs: Annotated[dict[TemplateKey, Any], Meta(max_length=32)] | None = None
 
     store: bool | None = None
@@ -191,6 +194,8 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
         priority=body.priority,
         request_id=body.request_id,
         cache_salt=body.cache_salt,
+        session_id=body.session_id,
+        session_ttl=body.session_ttl,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         response_format=_response_format(body.text.format if body.text is not None else None),
