@@ -85,29 +85,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
     try:
         communicator: Communicator = group.join() if group else SingleRank()
         parts = build_rank(config, checkpoint, communicator, progress)
-        scheduler = Scheduler(
-            PrefixCache(
-                parts.facts.kv_tokens // parts.facts.page_size,
-                parts.facts.page_size,
-                enabled=config.prefix_cache,
-                snapshots=parts.snapshots,
-                windows=parts.windows,
-                session_budget=config.session_budget,
-                replay=parts.rules.replay,
-            ),
-            parts.limits,
-            eos_ids=frozenset(parts.facts.eos_ids),
-            chunk_tokens=config.chunk_tokens,
-            seed=secrets.randbits(63) if config.seed is None else config.seed,
-            width=parts.width,
-            rules=parts.rules,
-        )
-        scheduler.stats.simulated_acceptance = config.spec_simulate_acceptance
-        executor: Executor
-        if isinstance(parts.runner, DeviceRunner):
-            executor = DeviceExecutor(parts.runner)
-        else:
-            executor = ThreadExecutor(parts.runner.run, lambda: parts.platform.set_threads(parts.threads))
+        scheduler = make_scheduler(config, parts)
+        executor: Executor = make_executor(parts)
         if group is not None:
             executor = TensorParallelExecutor(executor, group, parts.limits)
     except BaseException:
@@ -117,6 +96,36 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
     gate = _grammar_gate(config, checkpoint, parts.facts)
     core = EngineCore(scheduler, executor, run_ahead=config.run_ahead, low_latency=parts.kernels.low, grammars=gate)
     return core, parts.facts, checkpoint
+
+
+def make_scheduler(config: EngineConfig, parts: RankParts) -> Scheduler:
+    """The scheduler over a rank's pages."""
+    scheduler = Scheduler(
+        PrefixCache(
+            parts.facts.kv_tokens // parts.facts.page_size,
+            parts.facts.page_size,
+            enabled=config.prefix_cache,
+            snapshots=parts.snapshots,
+            windows=parts.windows,
+            session_budget=config.session_budget,
+            replay=parts.rules.replay,
+        ),
+        parts.limits,
+        eos_ids=frozenset(parts.facts.eos_ids),
+        chunk_tokens=config.chunk_tokens,
+        seed=secrets.randbits(63) if config.seed is None else config.seed,
+        width=parts.width,
+        rules=parts.rules,
+    )
+    scheduler.stats.simulated_acceptance = config.spec_simulate_acceptance
+    return scheduler
+
+
+def make_executor(parts: RankParts) -> Executor:
+    """Who runs this rank's steps."""
+    if isinstance(parts.runner, DeviceRunner):
+        return DeviceExecutor(parts.runner)
+    return ThreadExecutor(parts.runner.run, lambda: parts.platform.set_threads(parts.threads))
 
 
 def _grammar_gate(config: EngineConfig, checkpoint: Checkpoint, facts: EngineFacts) -> GrammarGate | None:

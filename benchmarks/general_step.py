@@ -1,0 +1,399 @@
+"""The general path on a GPU beside plain and compiled PyTorch in CUDA graphs: decode steps, all arms in one run.
+
+    python benchmarks/general_step.py
+
+takes about five minutes on an H200 (an estimate: it has not run on a GPU yet). Three arms share the weights and the
+memory of the cache, and are measured in alternation:
+
+- `general`: the engine in this process, with scheduler, sampling and run-ahead; a sample is the time between two
+  steps' tokens.
+- `torch-eager-graph`, `torch-compile`: the same decoder as an ordinary user writes it, packed projections, QK-norm
+  where the model has it, attention over exactly `context` tokens, argmax; one replay of a CUDA graph. It is compiled
+  layer by layer, with the addition before each norm inside, so nothing that a whole graph would fuse is left apart.
+
+Contexts are not computed: cached prefixes are declared and their keys and values drawn at random. The file is written
+again after every model.
+
+Legend of shape suffixes: B requests (one row each), H hidden, N query heads, K KV heads, D head dimension, L tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+
+from lowlat.bench.arms.torch_step import capture, time_cpu, time_cuda
+from lowlat.bench.ceiling import Ceiling, measure_ceiling
+from lowlat.bench.presets import DenseShape, find_shape
+from lowlat.bench.random_checkpoint import RandomCheckpoint, weight_shape
+from lowlat.bench.results import Result, Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.roofline import dense_step_bytes
+from lowlat.bench.stats import Alternation, alternate
+from lowlat.cache.layout import KVPool
+from lowlat.engine.build import RankParts, build_rank, make_executor, make_scheduler
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.core import EngineCore
+from lowlat.engine.request import GenerateRequest, SamplingParams
+from lowlat.models.decoder import Decoder, DecoderLayer, GatedMLP
+from lowlat.parallel.group import SingleRank
+
+PAGE = 16
+ANSWER = 512
+"""Most tokens that a case's requests may generate."""
+NEW_TOKENS = 700
+"""Tokens of a follow-up over a cached prefix, the common request of agents."""
+
+Arm = Callable[[], list[float]]
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What to measure."""
+
+    device: str
+    dtype: str
+    models: list[str]
+    batches: list[int]
+    contexts: list[int]
+    arms: list[str]
+    rounds: int
+    steps: int
+    ceiling_gb: float | None
+
+
+class DeviceCheckpoint(RandomCheckpoint):
+    """Random weights drawn on the device: 16 GB in a second instead of minutes. They differ from a CPU's."""
+
+    def __init__(self, shape: DenseShape, device: str) -> None:
+        super().__init__(shape, 0)
+        self._device = device
+
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> torch.Tensor:
+        """A random weight (norms are ones); parts are not needed on one rank."""
+        size = weight_shape(self._shape, name)
+        if len(size) == 1:
+            return torch.ones(size, dtype=dtype, device=self._device)
+        whole = torch.randn(size, dtype=dtype, device=self._device) * 0.02
+        return whole[rows or slice(None), columns or slice(None)]
+
+
+class Engine:
+    """One model in the engine, with a pool that holds the largest case."""
+
+    def __init__(self, shape: DenseShape, options: Options) -> None:
+        most, longest = max(options.batches), max(options.contexts)
+        room = -(-(longest + NEW_TOKENS + ANSWER + PAGE) // PAGE) * PAGE
+        shape = msgspec.structs.replace(shape, max_context=max(shape.max_context, room))
+        self.config = EngineConfig(
+            model=shape.name,
+            dtype=options.dtype,
+            device=options.device,
+            max_batch=most,
+            kv_tokens=most * room,
+            page_size=PAGE,
+            run_ahead=2,
+            low_latency="off",
+            seed=0,
+        )
+        checkpoint: Any = DeviceCheckpoint(shape, options.device)
+        self.parts: RankParts = build_rank(self.config, checkpoint, SingleRank(), lambda *_: None)
+        self.shape = shape
+        model, kv = self.parts.runner.model, self.parts.runner.kv
+        self.decoder: Decoder = getattr(model, "decoder", model)
+        assert isinstance(kv, KVPool)
+        self.kv = kv
+        for tensor in kv.keys + kv.values:
+            tensor.normal_()
+
+    def case(self, batch: int, context: int) -> EngineCase:
+        """An engine whose `batch` requests find `context` tokens cached."""
+        scheduler = make_scheduler(self.config, self.parts)
+        core = EngineCore(scheduler, make_executor(self.parts), run_ahead=self.config.run_ahead)
+        return EngineCase(core, self.shape, batch, context)
+
+
+class EngineCase:
+    """Requests that decode for as long as anybody measures."""
+
+    def __init__(self, core: EngineCore, shape: DenseShape, batch: int, context: int) -> None:
+        self.core = core
+        self._batch = batch
+        self._shape = shape
+        self._prompts = [
+            [(request * 7919 + place * 31) % (shape.vocab - 3) + 3 for place in range(context + 1)]
+            for request in range(batch)
+        ]
+        for prompt in self._prompts:
+            self._declare(prompt)
+        for request, prompt in enumerate(self._prompts):
+            sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
+            core.submit(GenerateRequest(id=str(request), prompt_ids=prompt, sampling=sampling))
+        while core.scheduler.stats.generated_tokens < 8 * batch:
+            core.turn()
+        assert core.scheduler.stats.cached_tokens >= batch * (context - PAGE), "contexts were computed"
+
+    def _declare(self, prompt: list[int]) -> None:
+        """Tell the prefix cache that the keys and values of a prompt's whole pages are there."""
+        cache = self.core.scheduler.cache
+        lease = cache.begin(prompt, reuse=False)
+        cache.extend(lease, len(prompt))
+        cache.end(lease, prompt[: len(prompt) // PAGE * PAGE])
+
+    def decode(self, steps: int) -> list[float]:
+        """Microseconds between the tokens of `steps` steps, once the pipeline is full again."""
+        samples: list[float] = []
+        last = 0.0
+        for turn in range(steps + self.core.run_ahead + 2):
+            outputs = self.core.turn()
+            now = time.perf_counter()
+            assert len(outputs) == self._batch, "a request ended, or a step was no decode of all"
+            if turn > self.core.run_ahead + 1:
+                samples.append((now - last) * 1e6)
+            last = now
+        return samples
+
+    def follow_up(self) -> float:
+        """Milliseconds from a request of `NEW_TOKENS` new tokens over a cached context to its first token."""
+        new = [(place * 17) % (self._shape.vocab - 3) + 3 for place in range(NEW_TOKENS)]
+        self.finish()
+        started = time.perf_counter()
+        sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        self.core.submit(GenerateRequest(id="new", prompt_ids=self._prompts[0][:-1] + new, sampling=sampling))
+        while self.core.has_work:
+            self.core.turn()
+        return (time.perf_counter() - started) * 1e3
+
+    def finish(self) -> None:
+        """End all requests."""
+        for request in range(self._batch):
+            self.core.abort(str(request))
+        while self.core.has_work:
+            self.core.turn()
+
+
+class TorchStep:
+    """The decoder as an ordinary user of PyTorch writes it, on the engine's weights and in its cache's memory."""
+
+    def __init__(self, engine: Engine, batch: int, context: int, *, compiled: bool) -> None:
+        decoder, shape = engine.decoder, engine.shape
+        self.shape, self.decoder = shape, decoder
+        device, dtype = decoder.embedding_VH.device, decoder.embedding_VH.dtype
+        self.tokens_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self.position = torch.tensor([context - 1], device=device)
+        cos_PD, sin_PD = decoder.ropes[0].tables
+        self.cos_D, self.sin_D = cos_PD[context - 1].to(dtype), sin_PD[context - 1].to(dtype)
+
+        def cache(tensor_SKD: torch.Tensor) -> torch.Tensor:
+            return tensor_SKD[: batch * context].view(batch, context, *tensor_SKD.shape[1:]).transpose(1, 2)
+
+        self.caches = [(cache(k), cache(v)) for k, v in zip(engine.kv.keys, engine.kv.values, strict=True)]
+        self.layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = self._layer
+        if compiled:
+            torch._dynamo.config.recompile_limit = 256
+            self.layer = torch.compile(self._layer, fullgraph=True, dynamic=False)
+
+    def __call__(self) -> torch.Tensor:
+        """Greedy next tokens [B]."""
+        x_BH = F.embedding(self.tokens_B, self.decoder.embedding_VH)
+        delta_BH = torch.zeros_like(x_BH)
+        for layer, (keys, values) in zip(self.decoder.layers, self.caches, strict=True):
+            x_BH, delta_BH = self.layer(x_BH, delta_BH, _weights(layer), keys, values)
+        x_BH = F.rms_norm(x_BH + delta_BH, (self.shape.hidden,), self.decoder.norm_H, self.shape.eps)
+        return self.decoder.head(x_BH).argmax(-1)
+
+    def _layer(
+        self,
+        x_BH: torch.Tensor,
+        delta_BH: torch.Tensor,
+        weights: list[torch.Tensor],
+        keys_BKLD: torch.Tensor,
+        values_BKLD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = self.shape
+        qkv, out, gate_up, down, norm1, norm2, *head_norms = weights
+        query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        x_BH = x_BH + delta_BH
+        h_BH = F.rms_norm(x_BH, (shape.hidden,), norm1, shape.eps)
+        q, k, v = F.linear(h_BH, qkv).split([query, key_value, key_value], -1)
+        q_BND = q.view(-1, shape.heads, shape.head_dim)
+        k_BKD, v_BKD = (part.view(-1, shape.kv_heads, shape.head_dim) for part in (k, v))
+        if head_norms:
+            q_BND = F.rms_norm(q_BND, (shape.head_dim,), head_norms[0], shape.eps)
+            k_BKD = F.rms_norm(k_BKD, (shape.head_dim,), head_norms[1], shape.eps)
+        keys_BKLD.index_copy_(2, self.position, self._rotate(k_BKD).unsqueeze(2))
+        values_BKLD.index_copy_(2, self.position, v_BKD.unsqueeze(2))
+        mixed = F.scaled_dot_product_attention(
+            self._rotate(q_BND).unsqueeze(2), keys_BKLD, values_BKLD, enable_gqa=True
+        )
+        x_BH = x_BH + F.linear(mixed.reshape(-1, query), out)
+        gate, up = F.linear(F.rms_norm(x_BH, (shape.hidden,), norm2, shape.eps), gate_up).chunk(2, -1)
+        return x_BH, F.linear(F.silu(gate) * up, down)
+
+    def _rotate(self, x_BXD: torch.Tensor) -> torch.Tensor:
+        half = self.shape.head_dim // 2
+        # The table's sine has its first half negative already.
+        return x_BXD * self.cos_D + torch.cat((x_BXD[..., half:], x_BXD[..., :half]), -1) * self.sin_D
+
+
+def _weights(layer: DecoderLayer) -> list[torch.Tensor]:
+    mlp: Any = layer.mlp
+    assert isinstance(mlp, GatedMLP)
+    weights = [_plain(packed) for packed in (layer.qkv, layer.output, mlp.gate_up, mlp.down)]
+    weights += [layer.input_norm_H, layer.mlp_norm_H]
+    if layer.head_norm_XD is not None:
+        weights += [layer.head_norm_XD[0], layer.head_norm_XD[layer.query_heads]]
+    return weights
+
+
+def _plain(packed: Any) -> torch.Tensor:
+    """A platform's weight as a tensor [out, in]; what a CPU packs is unpacked by multiplying the identity."""
+    weight_OI = packed._weight_OI
+    if weight_OI is not None:
+        return weight_OI
+    if not hasattr(packed, "_unpacked"):
+        size = packed._packed.shape[1]
+        packed._unpacked = packed(torch.eye(size, dtype=packed._packed.dtype)).T.contiguous()
+    return packed._unpacked
+
+
+def torch_arm(engine: Engine, batch: int, context: int, options: Options, *, compiled: bool) -> Arm:
+    """Microseconds of single replays."""
+    step = TorchStep(engine, batch, context, compiled=compiled)
+    with torch.inference_mode():
+        for _ in range(2):
+            step()
+        run: Callable[[], object] = capture(step).replay if options.device == "cuda" else step
+
+    def measure() -> list[float]:
+        with torch.inference_mode():
+            return time_cuda(run, options.steps) if options.device == "cuda" else time_cpu(run, options.steps)
+
+    return measure
+
+
+def measure_case(engine: Engine, batch: int, context: int, options: Options) -> tuple[Alternation, float]:
+    """All arms of one case, and the milliseconds of a follow-up request."""
+    case = engine.case(batch, context)
+    arms: dict[str, Arm] = {"general": lambda: case.decode(options.steps)}
+    if "torch-eager-graph" in options.arms:
+        arms["torch-eager-graph"] = torch_arm(engine, batch, context, options, compiled=False)
+    if "torch-compile" in options.arms:
+        arms["torch-compile"] = torch_arm(engine, batch, context, options, compiled=True)
+    measured = alternate(arms, options.rounds)
+    follow_up = case.follow_up()
+    case.core.close()
+    return measured, follow_up
+
+
+def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling: Ceiling) -> list[Row]:
+    """The rows of one case."""
+    measured, follow_up = measure_case(engine, batch, context, options)
+    size = dense_step_bytes(engine.shape, requests=batch, context=context, dtype=options.dtype).total
+    common: dict[str, Any] = {
+        "workload": engine.shape.name, "rows": batch, "context": context, "tp": 1, "dtype": options.dtype,
+        "concurrency": batch,
+    }  # fmt: skip
+    notes = {"general": "engine in process: scheduler, sampling, run-ahead 2; cached keys and values drawn at random"}
+    rows = [
+        row_from_samples(
+            measured.samples(arm), arm=arm, metric="step_us", bytes=size, note=notes.get(arm, ""),
+            read_ceiling_tb_s=ceiling.tb_s, **common,
+        )
+        for arm in measured.rounds
+    ]  # fmt: skip
+    for arm, error in measured.errors.items():
+        print(f"   {arm} broke and is left out: {error}", flush=True)
+    floor = size / (ceiling.tb_s * 1e6)
+    rows.append(
+        Row(
+            arm="read-floor", metric="step_us", median=floor, low=floor, high=floor, samples=1, bytes=size,
+            ceiling_fraction=1.0, note=f"computed from the bytes and the ceiling ({ceiling.method})", **common,
+        )
+    )  # fmt: skip
+    note = f"{NEW_TOKENS} new tokens over {context} cached, to the first token"
+    rows.append(
+        row_from_samples([follow_up], arm="general", metric="ttft_ms", note=note, **{**common, "concurrency": 1})
+    )
+    for row in rows:
+        print(f"   {row.arm:18} {row.metric} {row.median:10.1f} [{row.low:.1f}, {row.high:.1f}]", flush=True)
+    return rows
+
+
+def run(options: Options, directory: Path) -> Path:
+    """Measure everything; returns the file, which is written again after every model."""
+    ceiling = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
+    print(f"read ceiling {ceiling.tb_s} TB/s ({ceiling.method})", flush=True)
+    gpus = int(options.device == "cuda")
+    result: Result = new_result(
+        "general-step", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=gpus
+    )
+    path: Path | None = None
+    for model in options.models:
+        started = time.perf_counter()
+        engine = Engine(find_shape(model), options)
+        print(f"{model}: built in {time.perf_counter() - started:.1f} s", flush=True)
+        for context in options.contexts:
+            for batch in options.batches:
+                print(f"{model}, {batch} requests, context {context}", flush=True)
+                result.rows += rows_of(engine, batch, context, options, ceiling)
+        del engine
+        torch._dynamo.reset()
+        if gpus:
+            torch.cuda.empty_cache()
+        if path is not None:
+            path.unlink()
+        path = save(result, directory)
+    assert path is not None
+    return path
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a dry run")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--models", default="llama-1b,qwen3-0.6b,qwen3-8b")
+    parser.add_argument("--batches", default="1,4,8", help="requests that decode at a time")
+    parser.add_argument("--contexts", default="1024,100000", help="tokens in the cache, a multiple of the page size 16")
+    parser.add_argument("--arms", default="torch-eager-graph,torch-compile", help="arms beside the general path")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12, help="steps in one measurement; a round holds two of each arm")
+    parser.add_argument("--ceiling-gb", type=float)
+    parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
+    got = parser.parse_args(arguments)
+    options = Options(
+        got.device,
+        got.dtype,
+        got.models.split(","),
+        [int(text) for text in got.batches.split(",")],
+        [int(text) for text in got.contexts.split(",")],
+        got.arms.split(","),
+        got.rounds,
+        got.steps,
+        got.ceiling_gb,
+    )
+    turns = (2 * options.rounds + 1) * (options.steps + 4) + 8
+    if turns > ANSWER:
+        parser.error(f"{turns} steps of a case, and its requests have {ANSWER} tokens: fewer --rounds or --steps")
+    if any(context % PAGE for context in options.contexts):
+        parser.error(f"--contexts: multiples of {PAGE}")
+    path = run(options, got.results or default_directory())
+    print(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""benchmarks/general_step.py runs dry on a CPU, and what it writes is a result like any other."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from lowlat.bench.results import load
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "general_step.py"
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("general_step", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_dry_run_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWLAT_COMMIT", "0123456789")
+    command = "--device cpu --dtype float32 --models tiny --batches 1,3 --contexts 64,96 --rounds 2 --steps 3"
+    path = script().main(
+        [*command.split(), "--arms", "torch-eager-graph", "--ceiling-gb", "0.01", "--results", str(tmp_path)]
+    )
+    result = load(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert result.simulated.weights
+    seen = {(row.arm, row.metric, row.rows, row.context) for row in result.rows}
+    arms = [("general", "step_us"), ("torch-eager-graph", "step_us"), ("read-floor", "step_us"), ("general", "ttft_ms")]
+    assert seen == {(*arm, rows, context) for arm in arms for rows in (1, 3) for context in (64, 96)}
+    steps = [row for row in result.rows if row.metric == "step_us" and row.arm != "read-floor"]
+    assert all(row.samples == 2 * 2 * 3 and row.median > 0 for row in steps)
+
+
+def test_a_run_that_would_outlast_its_requests_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        script().main(["--device", "cpu", "--rounds", "40"])
+    assert "fewer --rounds or --steps" in capsys.readouterr().err
