@@ -191,6 +191,13 @@ def check_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
+def check_greedy(reference: Any, prompt: list[int], answer: list[int]) -> None:
+    """Every token is the best that transformers sees there, or within rounding of it."""
+    logits = expected_logits(reference, prompt + answer)[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert (logits.amax(-1) - chosen).max() < 1e-3
+
+
 def check_one_request(reference: Any, model: Any, length: int = 70, own_pages: bool = True) -> None:
     """A prefill, a second chunk behind it and single tokens, on neighbouring and on scattered pages."""
     tokens = random_tokens(length, 1)

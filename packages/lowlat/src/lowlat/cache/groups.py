@@ -31,6 +31,11 @@ def bytes_per_token(groups: list[CacheGroup]) -> int:
     return sum(-(-group.bytes_per_entry // group.tokens_per_entry) for group in groups if group.lifetime == "all")
 
 
+def whole(groups: list[CacheGroup]) -> list[CacheGroup]:
+    """The groups where layers with a window have no pages of their own: they keep all tokens."""
+    return [msgspec.structs.replace(group, lifetime="all") if group.lifetime == "window" else group for group in groups]
+
+
 def window_of(groups: list[CacheGroup]) -> tuple[int, int]:
     """Tokens that rows see in layers with a window, and bytes of one token there; (0, 0): the model has none."""
     windows = [group for group in groups if group.lifetime == "window"]

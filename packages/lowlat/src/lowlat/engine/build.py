@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from lowlat.cache.groups import CacheGroup, bytes_per_token, pages_for, state_bytes, window_of
+from lowlat.cache.groups import CacheGroup, pages_for, state_bytes, whole
 from lowlat.cache.layout import KVPool, torch_dtype
 from lowlat.cache.prefix import PrefixCache
 from lowlat.cache.rules import PrefillRules
 from lowlat.cache.snapshots import Snapshots
-from lowlat.cache.windows import WindowPages, most_pages
+from lowlat.cache.windows import WindowPages
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
@@ -26,6 +26,7 @@ from lowlat.engine.executor import Executor, ThreadExecutor
 from lowlat.engine.grammar_gate import GrammarGate
 from lowlat.engine.plugin_host import KernelsRefusedError, LowLatencyMode
 from lowlat.engine.plugin_steps import KernelSteps
+from lowlat.engine.pool_sizes import PoolSizes, pool_sizes
 from lowlat.engine.ranks import RankGroup, TensorParallelExecutor
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.scheduler import Scheduler
@@ -175,18 +176,27 @@ def build_rank(
     # A request holds up to three copies of its state (end of prompt, newest, the one before); the rest are prefixes'.
     kept = 4 * config.max_batch if config.prefix_cache and state_bytes(groups) else 0
     states = config.max_batch + kept
-    window, _ = window_of(groups)
-    # Between the earliest row that a step may have and the end of what it may write.
-    span = max(config.chunk_tokens, (config.run_ahead + 1) * width)
-    window_pages_each = min(most_pages(page_size, window, span), pages_for(max_context, page_size)) if window else 0
-    beside = draft.token_bytes if draft is not None else 0
-    sizes = _pages(config, max_context, groups, beside, states * state_bytes(groups), window_pages_each, platform)
-    pages, window_pages = communicator.broadcast(torch.tensor(sizes)).tolist()
+    sizes = pool_sizes(
+        config,
+        # Kernels know one page table, so with them layers with a window lie in the pages of the others.
+        whole(groups) if kernels.waiting_for_pool else groups,
+        max(0, platform.memory_available() - states * state_bytes(groups)),
+        max_context=max_context,
+        width=width,
+        draft_token_bytes=draft.token_bytes if draft is not None else 0,
+    )
+    pages, window_pages = communicator.broadcast(torch.tensor([sizes.pages, sizes.window_pages])).tolist()
+    sizes = msgspec.structs.replace(sizes, pages=pages, window_pages=window_pages)
+    if pages * page_size < 2:
+        raise SetupError(
+            f"the KV pool holds {pages} pages of {page_size} tokens, too few to serve: "
+            f"raise --kv-tokens to {max(2, page_size)} or more, or free memory"
+        )
     limits = PlanLimits(
         max_batch=config.max_batch,
         max_rows=config.chunk_tokens + config.max_batch * width,
         max_pages=min(pages_for(max_context, page_size), pages),
-        max_window_pages=window_pages_each,
+        max_window_pages=sizes.window_pages_each,
     )
     kv = make_cache(model, pages, page_size, states, platform.device, width, window_pages)
     host = ModelRunner(
@@ -196,7 +206,7 @@ def build_rank(
         communicator,
         min_rows=platform.min_rows,
         has_state=state_bytes(groups) > 0,
-        window=window,
+        window=sizes.window,
     )
     runner: ModelRunner | DeviceRunner = host
     if platform.keeps_state:
@@ -226,11 +236,10 @@ def build_rank(
         kv_tokens=pages * page_size,
         eos_ids=eos_ids(checkpoint),
         kernels=kernels.active,
-        item_tokens=_item_tokens(model, groups, config.chunk_tokens, max_context),
+        item_tokens=_item_tokens(model, groups, sizes, max_context),
     )
     snapshots = Snapshots(config.max_batch, kept) if kept else None
-    windows = WindowPages(window_pages, page_size, window, span) if window else None
-    return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, windows, width, rules)
+    return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, sizes.windows(), width, rules)
 
 
 def _check_sessions(config: EngineConfig) -> None:
@@ -282,11 +291,11 @@ def _rules(config: EngineConfig, model: Model) -> PrefillRules:
     return rules
 
 
-def _item_tokens(model: Model, groups: list[CacheGroup], chunk_tokens: int, max_context: int) -> int:
-    """Most tokens of an item in one sequence with others; what a window reaches must lie in one chunk of them."""
+def _item_tokens(model: Model, groups: list[CacheGroup], sizes: PoolSizes, max_context: int) -> int:
+    """Most tokens of an item in one sequence with others; 0: the model has no such rows."""
     if state_bytes(groups) or not getattr(model, "sees_items", False):
         return 0
-    return chunk_tokens if any(group.lifetime == "window" for group in groups) else max_context
+    return sizes.longest_item(max_context)
 
 
 def _threads(ranks: int) -> int:
@@ -306,38 +315,6 @@ def _max_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
             f"--max-context {config.max_context}: the model's own context is {limit} tokens; use 2 to {limit}"
         )
     return config.max_context
-
-
-def _pages(
-    config: EngineConfig,
-    max_context: int,
-    groups: list[CacheGroup],
-    draft_token_bytes: int,
-    other_bytes: int,
-    window_pages_each: int,
-    platform: Platform,
-) -> tuple[int, int]:
-    """Pages, and pages of layers with a window: what all requests need at a time, and as much again for the ends of
-    their prompts and of their answers, but never more than there are pages."""
-    window_pages = window_pages_each * config.max_batch * (3 if config.prefix_cache else 1)
-    if config.kv_tokens is not None:
-        pages = config.kv_tokens // config.page_size
-    else:
-        page_bytes, window_page_bytes = (
-            size * config.page_size for size in (bytes_per_token(groups) + draft_token_bytes, window_of(groups)[1])
-        )
-        memory = max(0, platform.memory_available() - other_bytes)
-        most = config.max_batch * max_context // config.page_size
-        pages = memory // (page_bytes + window_page_bytes)
-        if pages > window_pages:
-            pages = (memory - window_pages * window_page_bytes) // page_bytes if page_bytes else most
-        pages = min(pages, most)
-    if pages * config.page_size < 2:
-        raise SetupError(
-            f"the KV pool holds {pages} pages of {config.page_size} tokens, too few to serve: "
-            f"raise --kv-tokens to {max(2, config.page_size)} or more, or free memory"
-        )
-    return pages, min(pages, window_pages)
 
 
 def _first_step(runner: ModelRunner | DeviceRunner) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from lowlat.cache.groups import bytes_per_token
+from lowlat.cache.groups import bytes_per_token, whole
 from lowlat.cache.layout import KVLayout, KVPool
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.runner import ModelRunner
@@ -88,7 +88,7 @@ class _SmallModel:
                 f"use --max-context {longest} or less"
             )
         self._model = model
-        self.token_bytes = bytes_per_token(model.cache_groups())
+        self.token_bytes = bytes_per_token(whole(model.cache_groups()))
 
     def bind(self, runner: ModelRunner) -> Proposer:
         pages, size = _pool_size(runner)

@@ -209,6 +209,11 @@ class LowLatencyMode:
         self._stage(self.low.prove)
 
     @property
+    def waiting_for_pool(self) -> bool:
+        """Whether there are kernels that `pool_made` will bind."""
+        return self.low.state is State.BUILT
+
+    @property
     def built(self) -> bool:
         """Whether there are kernels to prove."""
         return self.low.state is State.BOUND
