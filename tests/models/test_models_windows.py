@@ -1,4 +1,4 @@
-"""Window pages in the engine: chunk edges, run-ahead, guesses, the next turn of a chat, memory, and kernels beside them."""
+"""Window pages in the engine: chunk edges, run-ahead, guesses, the next turn of a chat, memory, kernels beside them."""
 
 from __future__ import annotations
 
