@@ -37,13 +37,16 @@ def encode_chat(template: ChatTemplate, chat: Chat, tokenizer: Tokenizer) -> lis
     Raises:
         ChatTemplateError: the template refuses the chat in both forms.
     """
+    messages = chat.messages
+    if template.mentions("thinking") and not template.mentions("reasoning_content"):
+        messages = [_with_thinking(message) for message in messages]
     try:
-        return _encode(template, chat, chat.messages, tokenizer)
+        return _encode(template, chat, messages, tokenizer)
     except ChatTemplateError:
-        if not any("tool_calls" in message for message in chat.messages):
+        if not any("tool_calls" in message for message in messages):
             raise
         try:
-            return _encode(template, chat, [_with_text(message) for message in chat.messages], tokenizer)
+            return _encode(template, chat, [_with_text(message) for message in messages], tokenizer)
         except ChatTemplateError:
             pass
         raise
@@ -53,11 +56,25 @@ def _encode(template: ChatTemplate, chat: Chat, messages: list[dict[str, Any]], 
     return template.encode(messages, tokenizer, chat.add_generation_prompt, chat.tools or None, **chat.variables)
 
 
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """The name that gpt-oss's template has for reasoning; it refuses it beside both content and calls."""
+    if "reasoning_content" not in message:
+        return message
+    thought = {} if message["content"] and "tool_calls" in message else {"thinking": message["reasoning_content"]}
+    return {**{key: value for key, value in message.items() if key != "reasoning_content"}, **thought}
+
+
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
