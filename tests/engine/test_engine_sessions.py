@@ -161,6 +161,15 @@ def test_shared_pages_count_once():
         assert agent.pinned == (11 - number if number < 3 else 0)
 
 
+def test_sessions_that_share_a_page_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lowlat.cache.sessions.MOST_SESSIONS", 5)
+    agent = Agent()
+    for number in range(9):
+        agent.run(tokens(8, 31), 1, session_id=f"s{number}")
+    assert (agent.core.stats().sessions, agent.pinned) == (5, 2)
+    assert agent.lost == {"budget": 4}
+
+
 @pytest.mark.parametrize("extra", [{"session_budget": 0.0}, {"prefix_cache": False}])
 def test_without_a_budget_or_a_cache_a_session_changes_nothing(extra: dict[str, Any]):
     agent = Agent(**extra)
