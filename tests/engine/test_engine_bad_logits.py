@@ -46,17 +46,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["off", "ngram"])
+@pytest.fixture(params=[{}, {"spec": "ngram"}, {"tensor_parallel": 2}], ids=["plain", "ngram", "two ranks"])
 def core(folder: Path, request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     config = EngineConfig(
         model=str(folder),
-        spec=request.param,
         page_size=4,
         kv_tokens=512,
         max_batch=8,
         chunk_tokens=16,
         threads=1,
         low_latency="off",
+        **request.param,
     )
     core, _, _ = build_engine(config, lambda *_: None)
     yield core

@@ -1,4 +1,4 @@
-"""Sessions over HTTP, with a tiny random model in a real engine process."""
+"""HTTP over a real engine process with a tiny random model: sessions, and logits that are not numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import transformers
 from server_kit import Live, live_server, wait_for
 
@@ -23,6 +24,9 @@ from lowlat.server.responses_requests import ResponsesRequest
 from tiny_tokenizer import byte_tokenizer
 
 VOCABULARY = 259
+LONG = {"ignore_eos": True, "stream": True, "logit_bias": {"258": -100}}
+BROKEN = 258
+"""A token whose embedding is NaN."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=256,
         eos_token_id=256,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[BROKEN] = float("nan")
+    model.save_pretrained(path)
     (path / "tokenizer.json").write_text(byte_tokenizer(256))
     return path
 
@@ -126,6 +133,21 @@ def test_bad_fields_are_refused(tiny: Live, fields: dict[str, Any], param: str):
 def test_bad_names_of_sessions_to_end_are_refused(tiny: Live):
     assert tiny.http.delete("/v1/sessions/a%20b").json()["error"]["param"] == "session_id"
     assert tiny.http.delete("/v1/sessions/a?cache_salt=" + "x" * 257).json()["error"]["param"] == "cache_salt"
+
+
+def test_a_request_with_nan_fails_alone(tiny: Live):
+    with tiny.http.stream("POST", "/v1/completions", json={"prompt": [1, 2], "max_tokens": 200, **LONG}) as other:
+        lines = other.iter_lines()
+        next(lines)
+        failed = tiny.post("/v1/completions", prompt=[5, BROKEN, 6])
+        assert failed.status_code == 500
+        assert "NaN" in failed.json()["error"]["message"]
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+    wait_for(lambda: tiny.metric("lowlat_bad_logits_total") == 1)
+    assert tiny.metric('lowlat_sequences_total{finish_reason="error"}') == 1
+    assert tiny.state.engine.restarts == 0
 
 
 def test_a_restart_forgets_sessions(tiny: Live):
