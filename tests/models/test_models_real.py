@@ -37,7 +37,8 @@ def real_logits(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, Any]:
 def compare(model: Any, tokens: list[int], expected: torch.Tensor, chunks: list[int]) -> None:
     """Prefill up to each of `chunks`, then the other tokens one by one; logits are compared at the end of each step."""
     pages = torch.randperm(120, generator=torch.Generator().manual_seed(1)).tolist()
-    runner, recorder = make_runner(model, page_size=16, max_pages=120)
+    longest = max(end - start for start, end in zip([0, *chunks], chunks, strict=False))
+    runner, recorder = make_runner(model, page_size=16, max_pages=120, span=longest)
     plan = StepPlan(0, [(0, GREEDY)], [(0, 0, pages)], [], [])
     for start, end in zip([0, *chunks], chunks, strict=False):
         plan.chunks = [PrefillChunk(0, start, tokens[start:end], True)]

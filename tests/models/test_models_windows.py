@@ -84,8 +84,12 @@ def test_wrong_guesses_leave_nothing_behind(family: str, tmp_path: Path):
     with Engine(**settings, low_latency="off", max_batch=3, spec="ngram", spec_width=6) as engine:
         generations = engine.generate(prompts, GREEDY)
         stats = engine._core.stats()
-        assert engine._core.scheduler.cache.windows.total < 200
+        total = engine._core.scheduler.cache.windows.total
+        assert total < 200
     assert stats.guessed_tokens > stats.accepted_tokens
+    # Steps launched ahead of the last answer's end may hold some still.
+    assert stats.window_pages_cached + stats.window_pages_free + stats.window_pages_held == total
+    assert stats.window_pages_cached > 0
     for prompt, generation in zip(prompts, generations, strict=True):
         check_greedy(reference, prompt, generation.token_ids)
 

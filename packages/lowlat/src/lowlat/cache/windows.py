@@ -66,6 +66,11 @@ class WindowPages:
         return self.total - self.reserved - len(self.pins)
 
     @property
+    def free(self) -> int:
+        """Window pages that hold nothing."""
+        return len(self._free)
+
+    @property
     def in_use(self) -> int:
         """Window pages that a request's window may reach."""
         return len(self._uses)

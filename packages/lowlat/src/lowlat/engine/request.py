@@ -141,6 +141,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     decode_seconds: float = 0.0
     """Time of those steps, and `plain_seconds`: what they would have taken without guesses, by measured step times."""
     plain_seconds: float = 0.0
+    window_pages_free: int = 0
+    """Pages of layers with a window that hold nothing, keys of a prefix, or what the window of a request may reach."""
+    window_pages_cached: int = 0
+    window_pages_held: int = 0
     simulated_acceptance: float | None = None
     """Tokens a step that a benchmark counts as right (`--spec-simulate-acceptance`)."""
 

@@ -225,6 +225,9 @@ class Scheduler:
         stats, pool = self.stats, self.cache.pool
         stats.running, stats.waiting = len(self._running), len(self._live) - len(self._running)
         stats.pages_free, stats.pages_cached, stats.pages_held = pool.free, pool.cached, pool.held
+        if (windows := self.cache.windows) is not None:
+            stats.window_pages_free, stats.window_pages_held = windows.free, windows.in_use
+            stats.window_pages_cached = windows.total - windows.free - windows.in_use
         sessions = self.cache.sessions
         sessions.expire()
         stats.sessions, stats.pages_pinned = sessions.pinned, self.cache.tree.pinned_pages

@@ -113,6 +113,12 @@ class ServerCollector(Collector):
             pages.add_metric([state], count)
         yield pages
         yield GaugeMetricFamily("lowlat_kv_pages_all", "Pages of the KV pool.", stats.pages_total)
+        pages = GaugeMetricFamily(
+            "lowlat_kv_window_pages", "Pages of layers with a sliding window, by state.", labels=["state"]
+        )
+        for state in ("free", "cached", "held"):
+            pages.add_metric([state], getattr(stats, f"window_pages_{state}"))
+        yield pages
         yield GaugeMetricFamily("lowlat_sessions", "Sessions that pin a prefix.", stats.sessions)
         yield GaugeMetricFamily("lowlat_kv_pages_pinned", "Cached pages that sessions pin.", stats.pages_pinned)
         lost = CounterMetricFamily(
