@@ -1,0 +1,155 @@
+"""The Triton kernels of the general path on a GPU, in float32 and bfloat16, against float64 references.
+
+Status: written without a GPU; nothing here has run yet.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.gpu
+
+# Kernels sum in float32 and round once to the type: half a unit in the last place, and the error of the sums.
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1.2e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    assert not actual.isnan().any()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 2048), (8, 4096), (513, 1024), (7, 100)])
+def test_norms(rows, width, dtype):
+    from lowlat.layers.triton.norm import add_rms_norm, rms_norm
+
+    x, residual = (torch.randn(rows, width, device="cuda").to(dtype) for _ in range(2))
+    weight = torch.randn(width, device="cuda").to(dtype)
+    close(rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (width,), weight.double(), 1e-5), dtype)
+    total = x + residual
+    normed = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    close(normed, F.rms_norm(total.double(), (width,), weight.double(), 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu_pytorch_tanh"])
+def test_gated_activation(kind, dtype):
+    from lowlat.layers.device_reference import ReferenceOps
+    from lowlat.layers.triton.activation import gated
+
+    packed = (torch.randn(5, 2 * 8192 + 6, device="cuda") * 3).to(dtype)
+    close(gated(packed, kind), ReferenceOps().gate(packed.double(), kind), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (16, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope_and_write(heads, kv_heads, dim, norms, dtype):
+    from lowlat.layers.device_reference import ReferenceOps
+    from lowlat.layers.device_step import DeviceStep
+    from lowlat.layers.rope import Rope
+    from lowlat.layers.triton.rope_write import rope_write
+
+    rows, slots = 11, torch.randperm(64, device="cuda")[:11]
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim, device="cuda").to(dtype)
+    rope = Rope(dim, 500000.0, 4096, None, torch.device("cuda"))
+    positions = torch.randint(0, 4096, (rows,), device="cuda")
+    step = DeviceStep(positions, positions, slots, [], positions, 1, None)
+    given = (torch.randn(dim, device="cuda").to(dtype), torch.randn(dim, device="cuda").to(dtype), 1e-6)
+    pools = [torch.full((64, kv_heads, dim), float("nan"), device="cuda", dtype=dtype) for _ in range(2)]
+    exact = [torch.full((64, kv_heads, dim), float("nan"), device="cuda", dtype=torch.float64) for _ in range(2)]
+    queries = rope_write(qkv, *pools, positions, slots, rope.tables, given if norms else None)
+    wide = (given[0].double(), given[1].double(), 1e-6) if norms else None
+    close(queries, ReferenceOps().rope_write(qkv.double(), *exact, step, rope.tables, wide), dtype)
+    for mine, theirs in zip(pools, exact, strict=True):
+        close(mine[slots], theirs[slots], dtype)
+        others = torch.ones(64, dtype=torch.bool, device="cuda").index_fill_(0, slots, False)
+        assert mine[others].isnan().all()
+
+
+CASES = [
+    # lengths, rows, heads, kv heads, dim, page size, window, sinks
+    ([1], [1], 32, 8, 64, 1, 0, False),
+    ([1024], [1], 32, 8, 64, 16, 0, False),
+    ([20011], [1], 32, 8, 128, 16, 0, False),
+    ([5, 0, 2600, 64, 129, 1, 777, 4096], [1] * 8, 16, 8, 128, 16, 0, True),
+    ([3000, 17], [1, 1], 9, 3, 64, 7, 700, True),
+    ([1, 900], [1, 1], 8, 4, 256, 16, 0, False),
+    ([700], [700], 16, 8, 128, 16, 0, False),
+    ([5000, 13, 0], [130, 13, 2], 32, 8, 64, 16, 0, True),
+    ([4100, 900], [512, 3], 9, 3, 64, 16, 512, False),
+    ([600], [37], 4, 2, 256, 16, 0, False),
+]
+
+
+LLAMA = {"heads": 32, "kv_heads": 8, "dim": 64, "page_size": 16, "device": "cuda"}
+
+
+def attend(case, rule, out=None, programs=None):
+    from lowlat.layers.triton import attention
+
+    out = torch.full_like(case.q_RND, float("nan")) if out is None else out
+    programs = programs or 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    paged = (case.q_RND, case.keys_SKD, case.values_SKD, case.table_TP, case.page_size)
+    attention.attend(*paged, case.segments, rule, out, programs=programs)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lengths", "rows", "heads", "kv_heads", "dim", "page", "window", "sinks"), CASES)
+def test_attention(lengths, rows, heads, kv_heads, dim, page, window, sinks, dtype):
+    from kernel_cases import PagedCase
+
+    from lowlat.layers.device_reference import ReferenceOps
+
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page, "window": window}
+    case = PagedCase(lengths, rows, dtype=dtype, device="cuda", **shape)
+    rule = case.rule(window=window, sinks=sinks)
+    wide = case.q_RND.double(), case.keys_SKD.double(), case.values_SKD.double()
+    expected = ReferenceOps().attend(*wide, case.step, rule).view_as(case.q_RND)
+    # In bfloat16 the weights are rounded before they meet the values, so errors are those of the largest value.
+    close(attend(case, rule), expected, dtype)
+    assert torch.equal(attend(case, rule), attend(case, rule)), "the same bits every time"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_bits_beside_any_neighbours(dtype):
+    from kernel_cases import PagedCase
+
+    case = PagedCase(
+        [3300, 64, 9, 1200], [1] * 4, heads=32, kv_heads=8, dim=64, page_size=16, dtype=dtype, device="cuda"
+    )
+    together = attend(case, case.rule())
+    batch = case.segments
+    for index in range(4):
+        parts = (batch.slots_B, batch.first_B, batch.rows_B, batch.lengths_B)
+        case.segments = type(batch)(*(part[index : index + 1] for part in parts), 1, batch.longest)
+        assert torch.equal(attend(case, case.rule())[index], together[index])
+
+
+def test_one_capture_serves_every_length():
+    from kernel_cases import PagedCase
+
+    from lowlat.layers.device_reference import ReferenceOps
+
+    case = PagedCase(
+        [131072, 70000], [1, 1], heads=32, kv_heads=8, dim=64, page_size=16, dtype=torch.bfloat16, device="cuda"
+    )
+    rule, out = case.rule(), torch.zeros_like(case.q_RND)
+    attend(case, rule, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(case, rule, out)
+    for lengths in ([131072, 1], [17, 70000], [0, 4097]):
+        case.segments.lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        wide = case.q_RND.double(), case.keys_SKD.double(), case.values_SKD.double()
+        case.segments.longest = max(lengths)
+        close(out, ReferenceOps().attend(*wide, case.step, rule).view_as(out), torch.bfloat16)
