@@ -125,7 +125,6 @@ def _flat(readings: list[list[list[list[float]]]]) -> list[float]:
 def measure(bench: Bench, result: results.Result, items: int, concurrency: int, arguments: argparse.Namespace) -> None:
     """Measure one point of the grid and append its rows: times by arm, and the ratios that count."""
     bench.cpu_s = {arm: [] for arm in ARMS}
-
     rounds: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
     for number in range(arguments.rounds):
         # One prefill an item takes many times as long and is far from its bound: once a round, in the first rounds.
@@ -145,11 +144,13 @@ def measure(bench: Bench, result: results.Result, items: int, concurrency: int, 
         "arm": "general",
     }
     common: dict[str, int | float | str | bool] = {"items": items, "item_tokens": bench.item_tokens}
-    for arm in ARMS:
+    for arm in filter(rounds.__getitem__, ARMS):
         samples = [sample for one_round in rounds[arm] for sample in one_round]
         details = {**common, "cpu_ms": 1e3 * stats.percentile(bench.cpu_s[arm], 0.5)}
         result.rows.append(results.row_from_samples(samples, metric="latency_ms", note=arm, details=details, **shape))
     for slower, faster in (("sis", "mis"), ("prefill", "mis"), ("prefill", "sis")):
+        if not rounds[slower]:
+            continue
         ratio = stats.ratio_interval(rounds[slower], rounds[faster][: len(rounds[slower])])
         cpu = stats.percentile(bench.cpu_s[slower], 0.5) / stats.percentile(bench.cpu_s[faster], 0.5)
         result.rows.append(
@@ -163,7 +164,7 @@ def main() -> None:
     """Measure the grid, print it, and write a result file if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="of mis and sis, two samples each")
-    parser.add_argument("--slow-rounds", type=int, default=1, help="of one prefill an item")
+    parser.add_argument("--slow-rounds", type=int, default=1, help="of one prefill an item; 0: not at all")
     parser.add_argument("--query-tokens", type=int, default=256)
     parser.add_argument("--item-tokens", type=int, default=8)
     parser.add_argument("--items", type=int, action="append", help="may be given several times; default 2, 4, 8, 16")

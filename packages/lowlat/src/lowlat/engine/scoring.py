@@ -113,7 +113,7 @@ def can_mis(asked: ScoreInput, limits: ScoreLimits) -> str | None:
 def choose_mode(asked: ScoreInput, limits: ScoreLimits, preferred: Preference = "auto") -> Mode:
     """The way to take where a request leaves it open: the preferred one if it is possible, else the cheaper one.
 
-    See docs/decisions/0107-items-in-one-sequence-by-cost.md.
+    See docs/decisions/0109-items-in-one-sequence-by-cost.md.
     """
     if preferred == "sis" or len(asked.items) < 2 or can_mis(asked, limits) is not None:
         return "sis"
