@@ -218,3 +218,11 @@ def test_rows_inside_a_prompt(llama: Scorer):
     ):
         assert_same(torch.tensor(found), expected_logits(llama.reference, prompt)[-1].log_softmax(-1)[ids])
     core.close()
+
+
+def test_long_lists_and_items_go_block_by_block(scorer: Scorer, monkeypatch: pytest.MonkeyPatch):
+    query, core = random_tokens(24, 51), scorer.engine()
+    expected = together(scorer, core, query, ITEMS)
+    monkeypatch.setattr("lowlat.layers.item_attention._SCORE_ENTRIES", 300)
+    assert_same(together(scorer, core, query, ITEMS), expected)
+    core.close()

@@ -116,21 +116,31 @@ def _own_items(
     outs, sums = [], []
     for batch in group.batches:
         items, length = batch.slots_BL.shape
-        block = max(1, _SCORE_ENTRIES // (length * length * heads))
-        mask_LL = torch.ones(length, length, dtype=torch.bool, device=q_TND.device).triu_(1)
-        if window and window < length:
-            mask_LL |= torch.ones_like(mask_LL).tril_(-window)
-        mask_XL = mask_LL.repeat_interleave(heads // kv_heads, dim=0)
+        per_item = length * length * heads
+        # Long items go one by one and, beyond the limit, some rows at a time.
+        block, rows = max(1, _SCORE_ENTRIES // per_item), max(1, min(length, _SCORE_ENTRIES // (length * heads)))
         for first in range(0, items, block):
             rows_BL, slots_BL = batch.rows_BL[first : first + block], batch.slots_BL[first : first + block]
-            q_BLKGD = q_TND[rows_BL].view(*rows_BL.shape, kv_heads, -1, dim)
-            q_BKXD = q_BLKGD.transpose(1, 2).reshape(len(rows_BL), kv_heads, -1, dim)
             keys_BKLD, values_BKLD = keys_SKD[slots_BL].transpose(1, 2), values_SKD[slots_BL].transpose(1, 2)
-            out_BKXD, lse_BKX = _attend(q_BKXD, keys_BKLD, values_BKLD, mask_XL, scale)
-            out_BLND = out_BKXD.view(len(rows_BL), kv_heads, length, -1, dim).transpose(1, 2)
-            outs.append(out_BLND.reshape(-1, heads, dim))
-            sums.append(lse_BKX.view(len(rows_BL), kv_heads, length, -1).transpose(1, 2).reshape(-1, heads))
+            count, parts = len(rows_BL), []
+            for begin in range(0, length, rows):
+                end = min(length, begin + rows)
+                q_BLKGD = q_TND[rows_BL[:, begin:end]].view(count, end - begin, kv_heads, -1, dim)
+                hidden = _hidden(begin, end, window, q_TND.device).repeat_interleave(heads // kv_heads, dim=0)
+                q_BKXD = q_BLKGD.transpose(1, 2).reshape(count, kv_heads, -1, dim)
+                out_BKXD, lse_BKX = _attend(q_BKXD, keys_BKLD[:, :, :end], values_BKLD[:, :, :end], hidden, scale)
+                out_BLKGD = out_BKXD.view(count, kv_heads, end - begin, -1, dim).transpose(1, 2)
+                lse_BLKG = lse_BKX.view(count, kv_heads, end - begin, -1).transpose(1, 2)
+                parts.append((out_BLKGD.flatten(2, 3), lse_BLKG.flatten(2)))
+            outs.append(torch.cat([out for out, _ in parts], dim=1).flatten(0, 1))
+            sums.append(torch.cat([lse for _, lse in parts], dim=1).flatten(0, 1))
     return torch.cat(outs).index_select(0, group.places_T), torch.cat(sums).index_select(0, group.places_T)
+
+
+def _hidden(begin: int, end: int, window: int, device: torch.device) -> torch.Tensor:
+    """True where rows `begin` to `end` - 1 of an item do not see its first `end` rows: later ones, and by a window."""
+    behind = torch.arange(begin, end, device=device)[:, None] - torch.arange(end, device=device)
+    return (behind < 0) | (behind >= window) if window else behind < 0
 
 
 def _attend(
