@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lowlat.engine.executor import Executor
 from lowlat.engine.grammar_gate import GrammarGate
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput
 from lowlat.engine.scheduler import Scheduler
+from lowlat.grammars.grammar import Grammar, GrammarError
 
 if TYPE_CHECKING:
     from lowlat_plugin import LowLatency
@@ -36,6 +38,8 @@ class EngineCore:
         self.run_ahead = run_ahead
         self.low_latency = low_latency
         self.grammars = grammars
+        self._held = False
+        """Whether anything may wait for a grammar: one look a turn for requests without."""
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request. Raises `ValueError` when it cannot be taken (see `Scheduler.add`, `GrammarGate.add`)."""
@@ -45,6 +49,14 @@ class EngineCore:
             raise ValueError(f"grammar: {NO_GRAMMARS}")
         else:
             self.grammars.add(request)
+            self._held = True
+
+    def ask(self, grammar: Grammar, answer: Callable[[GrammarError | None], None]) -> None:
+        """Whether a grammar can be followed; see `GrammarGate.ask`. Raises `ValueError` where none is."""
+        if self.grammars is None:
+            raise ValueError(NO_GRAMMARS)
+        self.grammars.ask(grammar, answer)
+        self._held = True
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request early; false when it is not live. Its last output comes with the next `turn`."""
@@ -58,7 +70,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `turn` has anything to do."""
-        return self.scheduler.has_work or (self.grammars is not None and self.grammars.waiting)
+        return self.scheduler.has_work or self._held
 
     def turn(self, timeout: float | None = None) -> list[RequestOutput]:
         """Launch what can be launched, then wait up to `timeout` seconds for one result and commit it.
@@ -67,8 +79,9 @@ class EngineCore:
         """
         scheduler = self.scheduler
         outputs: list[RequestOutput] = []
-        if self.grammars is not None and self.grammars.waiting:
+        if self._held and self.grammars is not None:
             outputs = self.grammars.turn(not scheduler.has_work, scheduler.add)
+            self._held = self.grammars.waiting
         while scheduler.in_flight <= self.run_ahead:
             plan = scheduler.schedule()
             if plan is None:

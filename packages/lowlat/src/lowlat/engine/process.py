@@ -22,7 +22,7 @@ import zmq  # noqa: E402
 
 from lowlat.engine.build import EngineFacts, SetupError, build_engine  # noqa: E402
 from lowlat.engine.config import EngineConfig  # noqa: E402
-from lowlat.engine.core import NO_GRAMMARS, EngineCore  # noqa: E402
+from lowlat.engine.core import EngineCore  # noqa: E402
 from lowlat.engine.executor import ExecutorError  # noqa: E402
 from lowlat.engine.messages import (  # noqa: E402
     Abort,
@@ -122,10 +122,10 @@ class EngineLoop:
             text = None if error is None else str(error)
             self._send(Reply(command.number, {"error": text, "busy": isinstance(error, GrammarsBusyError)}))
 
-        if self._core.grammars is None:
-            self._send(Reply(command.number, error=NO_GRAMMARS))
-        else:
-            self._core.grammars.ask(grammar, answer)
+        try:
+            self._core.ask(grammar, answer)
+        except ValueError as error:
+            self._send(Reply(command.number, error=str(error)))
 
     def _call(self, command: Call) -> Reply:
         if command.name == "end-session":

@@ -484,7 +484,7 @@ class Scheduler:
                 output.finish_reason = FinishReason.LENGTH
             if output.finish_reason is not None:
                 break
-        if sample in result.over and output.finish_reason is None:
+        if result.over and sample in result.over and output.finish_reason is None:
             output.error = result.over[sample]
             output.finish_reason = FinishReason.STOP if output.error is None else FinishReason.ERROR
         # The last token was never an input; those before it were, each at its own row.
