@@ -174,7 +174,7 @@ def test_sessions_are_split_and_put_into_chats(tmp_path: Path):
     for prompt, _ in zip(prompts, range(5), strict=False):
         assert len(prompt) == 48
         text = tokenizer.decode(prompt)
-        assert text.endswith("<|im_start|>assistant\n")
+        assert text.endswith("assistant\n")
         assert "fill the line" in text
     with pytest.raises(TextError, match="fewer --prompt-tokens"):
         Prompts(texts.held_out, tokenizer, checkpoint.chat(tokenizer), 500, seed=1)

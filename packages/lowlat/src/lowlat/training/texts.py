@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
@@ -21,7 +20,7 @@ class TextError(Exception):
 
 
 class _Turn(msgspec.Struct):
-    input: Annotated[str, msgspec.Meta(min_length=1)]
+    input: str
     output: str = ""
 
 
@@ -62,7 +61,8 @@ def conversations(file: Path) -> list[str]:
         except msgspec.DecodeError as error:
             raise TextError(f"{file}:{number}: no turn of a session (input, output): {error}") from None
         said = turn.input if turn.input.startswith(said) else said + turn.input
-        found.append(said)
+        if turn.input:
+            found.append(said)
         said += turn.output
     return found
 
