@@ -2,7 +2,7 @@
 
 Prompts are conversations of recorded agent sessions, the last three of each folder, in the model's chat template and
 cut to their last tokens. Every prompt is answered by all arms one after the other, in an order that turns, at
-temperature 0 and 0.8 with the same seed. Arms: the general path and lowlat-cpu's kernels, without guesses and with them.
+temperature 0 and 0.8 with the same seed. Arms: the general path and lowlat-cpu's kernels, without and with guesses.
 
     LOWLAT_DATA=... python benchmarks/speculation.py --spec ngram --save
 """
