@@ -13,6 +13,8 @@ from lowlat.text.tokenizer import Tokenizer
 
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".json")
 _MARK = "draftpromptgoeshere"
+_LONGEST_TOKEN = 16
+"""Characters; longer ones are rare, and a prompt is then skipped."""
 
 
 class TextError(Exception):
@@ -85,7 +87,9 @@ class Prompts:
         self._texts: list[list[int]] = []
         for file in files:
             if file.suffix == ".jsonl" and chat is not None:
-                turns = [tokenizer.encode(text, add_special_tokens=False) for text in conversations(file)]
+                # Conversations grow with every turn: what cannot reach into a prompt is not worth tokenizing.
+                ends = [text[-_LONGEST_TOKEN * self._chat_room :] for text in conversations(file)]
+                turns = [tokenizer.encode(text, add_special_tokens=False) for text in ends]
                 turns = [turn[-self._chat_room :] for turn in turns if len(turn) >= self._chat_room]
                 if turns:
                     self._sessions.append(turns)
