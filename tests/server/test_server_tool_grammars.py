@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,6 +16,7 @@ from test_server_grammars import serve
 from tools_kit import TEMPLATE
 
 from grammar_kit import byte_level, save_tiny
+from lowlat.server.text_model import load_text_model
 from lowlat.text.tool_calls.formats import TOOL_PARSERS, AnswerFormats
 from lowlat.text.tool_calls.grammars import ONE_CALL_ONLY
 
@@ -38,10 +40,23 @@ QUESTION = [{"role": "user", "content": "go"}]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_tiny(tmp_path_factory.mktemp("tools"), byte_level())
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Iterator[Live]:
     yield from serve(folder)
+
+
+def test_parsers_are_chosen_by_the_template_or_by_name(folder: Path) -> None:
+    assert load_text_model(str(folder)).formats == AnswerFormats("hermes", None)
+    named = load_text_model(str(folder), tool_parser="llama3", reasoning_parser="think")
+    assert named.formats == AnswerFormats("llama3", "think")
+    with pytest.raises(ValueError, match="cannot read the same answer"):
+        load_text_model(str(folder), tool_parser="llama3", reasoning_parser="muse")
 
 
 def speak(server: Live, formats: AnswerFormats) -> None:
