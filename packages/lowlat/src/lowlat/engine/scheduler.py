@@ -187,6 +187,7 @@ class Scheduler:
         scores, labels = iter(result.prompt_logprobs or []), iter(result.label_logprobs or [])
         for active, filled, chunk in launch.chunks:
             active.in_flight -= 1
+            end = first + (counts[sample] if counts and chunk.sample else 1)
             chunk_scores = next(scores) if chunk.targets else None
             label_logprobs = next(labels) if chunk.read_rows else None
             if not active.ended and active.slot in result.bad_slots:
@@ -194,21 +195,20 @@ class Scheduler:
             elif not active.ended:
                 self._take_chunk(active, filled, chunk_scores, label_logprobs)
                 if chunk.sample:
-                    self._take_sample(active, result, sample, first)
+                    self._take_sample(active, result, sample, first, end)
             if chunk.sample:
-                first += counts[sample] if counts else 1
-                sample += 1
+                first, sample = end, sample + 1
         for active, row in zip(launch.decodes, launch.rows, strict=True):
             active.in_flight -= 1
             count = counts[sample] if counts else 1
+            end = first + count
             self._take_row(active, row, count)
             if not active.ended and active.slot in result.bad_slots:
                 self._fail(active)
             elif not active.ended:
-                self._take_sample(active, result, sample, first)
+                self._take_sample(active, result, sample, first, end)
                 active.launched = min(active.filled + active.in_flight * active.width, active.end)
-            first += count
-            sample += 1
+            first, sample = end, sample + 1
         self.stats.step += 1
         self.stats.guessed_tokens += result.guessed
         self.stats.accepted_tokens += sum(max(0, count - 1) for count in counts) if counts else 0
@@ -470,12 +470,10 @@ class Scheduler:
         else:
             self._outputs.append(output)
 
-    def _take_sample(self, active: ActiveRequest, result: StepResult, sample: int, first: int) -> None:
-        """Take in the tokens of one sample of a step, from number `first` on, up to where the answer ends."""
-        end = first + (result.counts[sample] if result.counts else 1)
-        tokens, logprobs = result.tokens[first:end], result.logprobs and result.logprobs[first:end]
+    def _take_sample(self, active: ActiveRequest, result: StepResult, sample: int, first: int, end: int) -> None:
+        """Take in a sample of a step, its tokens from number `first` to `end`, up to where the answer ends."""
         output = RequestOutput(active.request.id, [], None, cached_tokens=active.cached_tokens, queue_s=active.queue_s)
-        for token in tokens:
+        for token in result.tokens[first:end]:
             active.tokens.append(token)
             output.token_ids.append(token)
             if token in active.stops:
@@ -484,15 +482,16 @@ class Scheduler:
                 output.finish_reason = FinishReason.LENGTH
             if output.finish_reason is not None:
                 break
-        if result.over and sample in result.over and output.finish_reason is None:
+        if result.over and output.finish_reason is None and sample in result.over:
             output.error = result.over[sample]
             output.finish_reason = FinishReason.STOP if output.error is None else FinishReason.ERROR
         # The last token was never an input; those before it were, each at its own row.
         active.filled = len(active.tokens) - 1
         active.launched_samples = len(active.tokens) - active.prompt_tokens + active.in_flight
         self.stats.generated_tokens += len(output.token_ids)
-        if logprobs and active.request.sampling.logprobs is not None:
-            output.logprobs = [entry for entry in logprobs[: len(output.token_ids)] if entry is not None]
+        if result.logprobs and active.request.sampling.logprobs is not None:
+            entries = result.logprobs[first : first + len(output.token_ids)]
+            output.logprobs = [entry for entry in entries if entry is not None]
         if output.finish_reason is None:
             self._outputs.append(output)
         else:
