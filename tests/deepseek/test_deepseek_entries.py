@@ -14,6 +14,7 @@ from lowlat.layers.deepseek_entries import EntryPages
 
 FORMATS = {
     "window": (entries.window_format, 512, 528, reference.fp8_entry),
+    "v4": (entries.v4_format, 512, 584, reference.v4_entry),
     "main": (entries.main_format, 512, 288, reference.fp4_entry),
     "index": (entries.index_format, 128, 68, reference.fp4_index),
 }

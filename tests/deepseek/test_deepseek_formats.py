@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowlat.layers import fp4, fp8
+from lowlat.layers.deepseek_entries import v4_format
 
 
 def all_bf16() -> torch.Tensor:
@@ -113,6 +114,25 @@ def test_scales_of_window_entries_index_keys_and_activations_for_every_bf16_amax
     for mine, oracle in pairs:
         np.testing.assert_array_equal(mine.double().numpy(), oracle(x.double().numpy()))
     assert fp8.quantise_window_entries(x)[1].min() == 127 - 13
+
+
+def test_v4_entries_for_every_bf16_amax_and_every_tail() -> None:
+    """Every bfloat16 value as the largest of a group, beside a smaller one, and as a rotated value."""
+    x = all_bf16()
+    x = x[x.abs() < 2.0**120]
+    rows = torch.zeros(len(x), 128)
+    rows[:, 0], rows[:, 1], rows[:, 64:] = x, x * 0.37, x.unsqueeze(1)
+    entry = v4_format(128)
+    assert (entry.data_bytes, entry.scale_bytes) == (64 + 128, 8)
+    data, scales = entry.encode(rows)
+    assert torch.equal(entry.decode(data, scales)[:, 64:], rows[:, 64:]), "rotated values are kept as they are"
+    np.testing.assert_array_equal(
+        entry.decode(data, scales).double().numpy(), reference.v4_entry(rows.double().numpy())
+    )
+    assert int(scales[:, 0].min()) == 127 - 13
+    assert not scales[:, 1:].any(), "padding"
+    with pytest.raises(ValueError, match="groups of 64"):
+        v4_format(100)
 
 
 @pytest.mark.parametrize("group", [32, 128])

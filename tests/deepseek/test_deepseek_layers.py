@@ -33,6 +33,10 @@ def test_sinkhorn_golden_and_sums() -> None:
         [0.153296, 0.096881, 0.277267, 0.472554],
     ]
     np.testing.assert_allclose(hyper.sinkhorn(logits, 20, 1e-6)[0].numpy(), golden, atol=1e-6)
+    for mild in (logits, randn(100, 4, 4).double() * 0.3):
+        c = hyper.sinkhorn(mild, 20, 1e-6)
+        assert float((c.sum(-2) - 1).abs().max()) < 2e-6
+        assert float((c.sum(-1) - 1).abs().max()) < 2e-6
     for dtype in (torch.float32, torch.float64):
         c = hyper.sinkhorn((randn(100, 4, 4) * 1.5).to(dtype), 20, 1e-6)
         assert float((c.sum(-2) - 1).abs().max()) < 2e-6

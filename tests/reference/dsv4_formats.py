@@ -63,12 +63,17 @@ def fp8_activation(x: np.ndarray, group: int) -> np.ndarray:
     return (e4m3_round(blocks / scale) * scale).reshape(x.shape)
 
 
-def fp8_entry(x: np.ndarray) -> np.ndarray:
+def fp8_entry(x: np.ndarray, group: int = 32) -> np.ndarray:
     """Sliding-window KV: e4m3, a power-of-two scale for each 32 values, never below 2^-13."""
-    blocks = _blocks(x, 32)
+    blocks = _blocks(x, group)
     amax = np.abs(blocks).max(-1, keepdims=True)
     scale = power_of_two_above(np.maximum(np.float32(amax) / np.float32(448.0), np.float32(1e-4)).astype(np.float64))
     return (e4m3_round(blocks / scale) * scale).reshape(x.shape)
+
+
+def v4_entry(x: np.ndarray) -> np.ndarray:
+    """V4's KV: e4m3 with a scale for each 64 values, and the last 64 values as bfloat16."""
+    return np.concatenate([fp8_entry(x[..., :-64], 64), bf16(x[..., -64:])], -1)
 
 
 def fp4_entry(x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Cache entries in packed pages: 528, 288 and 68 bytes at the published head dimensions, or plain numbers.
+"""Cache entries in packed pages: 528, 288 and 68 bytes at V4.1's head dimensions, 584 at V4's, or plain numbers.
 
 Legend of shape suffixes: E entries, D values of an entry, B bytes.
 
@@ -50,6 +50,33 @@ def main_format(values: int) -> EntryFormat:
 def index_format(values: int) -> EntryFormat:
     """Index keys: e2m1 pairs and a ue8m0 scale for 32 values; 68 bytes for 128."""
     return EntryFormat("index_fp4", values, values // 2, values // 32, fp4.quantise_groups, fp4.dequantise_groups)
+
+
+def v4_format(values: int, rotated: int = 64) -> EntryFormat:
+    """V4's window and compressed KV: e4m3 and a ue8m0 scale for 64 values; the last `rotated` values are bfloat16.
+
+    584 bytes for 512 values: 448 codes, 128 bytes of bfloat16; 7 scales and one byte of padding.
+
+    Raises:
+        ValueError: the values before the rotated ones do not divide into groups of 64.
+    """
+    plain, group = values - rotated, 64
+    if plain < group or plain % group:
+        raise ValueError(f"{plain} values that are not rotated do not divide into groups of {group}")
+    scales = plain // group
+    padding = -scales % 8
+
+    def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scale_bytes = fp8.quantise_window_entries(x[..., :plain], group)
+        tail = x[..., plain:].to(torch.float32).to(torch.bfloat16).contiguous().view(torch.uint8)
+        return torch.cat([codes, tail], -1), torch.nn.functional.pad(scale_bytes, (0, padding))
+
+    def decode(data: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
+        head = fp8.dequantise_groups(data[..., :plain].contiguous(), scale_bytes[..., :scales].contiguous())
+        tail = data[..., plain:].contiguous().view(torch.bfloat16)
+        return torch.cat([head, tail.to(torch.float32)], -1)
+
+    return EntryFormat("v4_fp8", values, plain + 2 * rotated, scales + padding, encode, decode)
 
 
 def plain_format(values: int, dtype: torch.dtype) -> EntryFormat:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
-from lowlat.layers.deepseek_numerics import Numerics, Weight, linear, project
+from lowlat.layers.deepseek_numerics import Numerics, Weight, multiply, operand, project
 
 
 class Expert(msgspec.Struct):
@@ -45,10 +45,11 @@ def expert_output(
 ) -> torch.Tensor:
     """(weight silu(min(x w1, limit)) clamp(x w3, -limit, limit)) w2 on this rank's inner part; not rounded.
 
-    The routing weight enters before w2: this matters only for the rounding of quantised activations.
+    `x_RH` is the `operand` of w1 and w3. The routing weight enters before w2: this matters only for the rounding of
+    quantised activations.
     """
-    gate_RI = linear(x_RH, expert.gate, numerics).clamp(max=limit)
-    up_RI = linear(x_RH, expert.up, numerics).clamp(-limit, limit)
+    gate_RI = numerics.store(multiply(x_RH, expert.gate, numerics)).clamp(max=limit)
+    up_RI = numerics.store(multiply(x_RH, expert.up, numerics)).clamp(-limit, limit)
     hidden_RI = F.silu(gate_RI) * up_RI
     if weights_R is not None:
         hidden_RI = weights_R.unsqueeze(1) * hidden_RI
@@ -69,8 +70,9 @@ def mixture(
     A row's experts are added in the order of their ids, so its sum does not depend on other rows.
     """
     out_RH = torch.zeros_like(x_RH)
+    routed_RH, shared_RH = (operand(x_RH, expert.gate, numerics) for expert in (experts[0], shared))
     for index in sorted(set(ids_RK.flatten().tolist())):
         rows, place = (ids_RK == index).nonzero(as_tuple=True)
-        part = expert_output(x_RH[rows], experts[index], limit, numerics, weights_RK[rows, place])
+        part = expert_output(routed_RH[rows], experts[index], limit, numerics, weights_RK[rows, place])
         out_RH.index_add_(0, rows, part)
-    return out_RH + expert_output(x_RH, shared, limit, numerics)
+    return out_RH + expert_output(shared_RH, shared, limit, numerics)

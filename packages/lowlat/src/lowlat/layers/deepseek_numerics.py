@@ -113,8 +113,16 @@ class Fp4Weight(Weight):
 
 def project(x_RK: torch.Tensor, weight: Weight, numerics: Numerics) -> torch.Tensor:
     """x W^T, not yet rounded; activations are quantised where the weight is."""
-    if weight.quantised:
-        x_RK = numerics.activation(x_RK)
+    return multiply(operand(x_RK, weight, numerics), weight, numerics)
+
+
+def operand(x_RK: torch.Tensor, weight: Weight, numerics: Numerics) -> torch.Tensor:
+    """What `multiply` takes: activations, quantised where the weight is; for all weights of one kind, made once."""
+    return numerics.activation(x_RK) if weight.quantised else x_RK
+
+
+def multiply(x_RK: torch.Tensor, weight: Weight, numerics: Numerics) -> torch.Tensor:
+    """x W^T of an `operand`, not yet rounded."""
     return x_RK @ weight.dense(numerics).T
 
 

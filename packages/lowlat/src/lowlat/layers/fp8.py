@@ -22,9 +22,8 @@ def ue8m0_ceiling(x: torch.Tensor) -> torch.Tensor:
 
 
 def ue8m0_decode(scales: torch.Tensor) -> torch.Tensor:
-    """float32 powers of two of ue8m0 bytes; byte 0 is the subnormal 2^-127."""
-    bits = scales.to(torch.int32) << 23
-    return bits.view(torch.float32).masked_fill(scales == 0, 2.0**-127)
+    """float32 powers of two of ue8m0 bytes; byte 0 is the subnormal 2^-127, byte 255 is not a number."""
+    return scales.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def e4m3_encode(x: torch.Tensor) -> torch.Tensor:
@@ -44,9 +43,9 @@ def quantise_activations(x_RK: torch.Tensor, group: int) -> tuple[torch.Tensor, 
     return _encode(x_RK, groups, ue8m0_ceiling(amax / E4M3_MAX))
 
 
-def quantise_window_entries(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sliding-window KV: e4m3 bytes [..., K] and ue8m0 bytes [..., K / 32], no scale below 2^-13."""
-    groups = _groups(x_RK, 32)
+def quantise_window_entries(x_RK: torch.Tensor, group: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sliding-window KV: e4m3 bytes [..., K] and ue8m0 bytes [..., K / group], no scale below 2^-13."""
+    groups = _groups(x_RK, group)
     scales = ue8m0_ceiling((groups.abs().amax(-1) / E4M3_MAX).clamp_min(_ENTRY_SCALE_FLOOR))
     return _encode(x_RK, groups, scales)
 
