@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from lowlat.bench.local_server import local_server
 from lowlat.cli.main import app
 
-ANSWER, CHUNK, CROWDED = 300, 64, 56
+ANSWER, CHUNK, CROWDED = 300, 64, 76
 LONG = some_tokens(150, seed=101)
 CROWD = [some_tokens(100, seed=seed) for seed in (102, 103, 104)]
 
@@ -113,7 +113,7 @@ def test_three_hundred_tokens_over_chunks_and_prefix_hits(drafting: Client, expe
 
 
 def test_requests_that_preempt_each_other(drafting: Client, expected: dict[str, Any]) -> None:
-    """Three prompts of 100 tokens fit into 464, and 56 tokens of answer to each do not: ten pages of 16 for each."""
+    """Three prompts of 100 tokens fit into 29 pages of 16, and 76 tokens of answer to each do not: 11 pages for each."""
     preempted, accepted = drafting.count("preemptions"), drafting.count("accepted_tokens")
     answers, _ = drafting.complete(CROWD, CROWDED)
     assert answers == expected["crowd"]
