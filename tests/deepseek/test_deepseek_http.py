@@ -113,7 +113,7 @@ def test_three_hundred_tokens_over_chunks_and_prefix_hits(drafting: Client, expe
 
 
 def test_requests_that_preempt_each_other(drafting: Client, expected: dict[str, Any]) -> None:
-    """Three prompts of 100 tokens fit into 29 pages of 16, and 76 tokens of answer to each do not: 11 pages for each."""
+    """Three prompts of 100 tokens fit into 29 pages of 16; with 76 tokens of answer, 11 pages for each, they do not."""
     preempted, accepted = drafting.count("preemptions"), drafting.count("accepted_tokens")
     answers, _ = drafting.complete(CROWD, CROWDED)
     assert answers == expected["crowd"]
