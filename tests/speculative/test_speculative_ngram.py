@@ -23,8 +23,8 @@ SHORT = json.loads((Path(__file__).parent.parent / "data" / "smollm2_135m_instru
 
 
 def plain_guess(tokens: list[int], count: int) -> list[int]:
-    """The definition, by search: the latest earlier place of the longest suffix of 6 to 2 tokens."""
-    for size in (6, 5, 4, 3, 2):
+    """The definition, by search: the latest earlier place of the longest suffix of 6 to 1 tokens."""
+    for size in (6, 5, 4, 3, 2, 1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
                 guesses = list(tokens)

@@ -14,7 +14,7 @@ class NgramHistory:
     Suffixes of `longest` tokens are looked up first, then shorter ones down to `shortest`.
     """
 
-    def __init__(self, *, longest: int = 6, shortest: int = 2) -> None:
+    def __init__(self, *, longest: int = 6, shortest: int = 1) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(f"suffixes of {shortest} to {longest} tokens: the first must be at least 1 and no longer")
         self._sizes = range(longest, shortest - 1, -1)
