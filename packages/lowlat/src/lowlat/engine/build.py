@@ -215,7 +215,7 @@ def build_rank(
     _first_step(runner)
     if isinstance(runner, DeviceRunner):
         progress(0, 0, "capturing steps")
-        prepare(runner)
+        prepare(runner, config.chunk_tokens)
     with _refusals():
         if isinstance(kv, KVPool):
             kernels.pool_made(kv)

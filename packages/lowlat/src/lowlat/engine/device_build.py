@@ -52,9 +52,11 @@ def device_runner(
     return DeviceRunner(device_model, host, limits, bodies)
 
 
-def prepare(runner: DeviceRunner) -> None:
-    """Capture the usual decode steps."""
+def prepare(runner: DeviceRunner, chunk_tokens: int) -> None:
+    """Capture the usual decode steps, and compile what chunks of up to `chunk_tokens` tokens need."""
     runner.prepare(_USUAL)
+    most = min(chunk_tokens, runner.max_pages * runner.kv.layout.page_size)
+    runner.warm_up_chunks([size for size in (1, 2, 16, most) if size <= most])
     log.info("%d decode graphs", runner.bodies.captured)
 
 

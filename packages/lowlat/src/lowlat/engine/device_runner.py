@@ -98,6 +98,18 @@ class DeviceRunner:
                 for mode in modes:
                     self._prepare(size, mode)
 
+    def warm_up_chunks(self, sizes: list[int]) -> None:
+        """Compute prompt chunks of these sizes on the padding page, so that no request waits for kernels to compile."""
+        slot = self._state.padding_slot
+        with torch.inference_mode():
+            for size in sizes:
+                places = list(range(size))
+                slots_R, positions_R = (to_device(v, torch.int64, self.device) for v in ([slot] * size, places))
+                batch = self._segments([slot], [size], [size], 0)
+                last = to_device([size - 1], torch.int64, self.device)
+                step = self._step(torch.zeros_like(slots_R), slots_R, positions_R, [batch], last)
+                self.model.forward(step, self.kv)
+
     # --- steps of decodes alone --------------------------------------------------------------------------------------
 
     def _launch_decodes(self, plan: StepPlan) -> PendingStep:

@@ -199,13 +199,14 @@ class AttentionShape(msgspec.Struct, frozen=True):
         warps of `lanes`. Larger tiles than these spill registers (tests/kernels/test_kernels_compile.py)."""
         small = element_bytes > 2
         if most_rows == 1:
-            return cls(1, max(16, triton.next_power_of_2(group)), 32 if small else 64, 4, 2 if small else 3)
+            # Stages keep loads of later tokens in flight: two of them go to page numbers, the others to tiles.
+            stages = 2 if small else 3 if dim > 128 or lanes > 32 else 7 if dim <= 64 else 5
+            return cls(1, max(16, triton.next_power_of_2(group)), 32 if small else 64, 4, stages)
+        # Two sizes only: every size is compiled when it first comes, which a request would wait for.
+        least = max(16, triton.next_power_of_2(group))
         largest = 16 if small else 128 if dim <= 128 and lanes == 32 else 64
-        block_m = max(largest, triton.next_power_of_2(group))
-        block_q = max(1, block_m // group)
-        while block_m > 16 and block_q // 2 >= most_rows and block_m // 2 >= group:
-            block_m //= 2
-            block_q = block_m // group
+        block_m = least if most_rows <= least // group else max(least, largest)
+        block_q = block_m // group
         return cls(block_q, block_m, 32 if small or dim > 128 else 64, 8 if block_m > 64 or dim > 128 else 4, 2)
 
 
@@ -252,7 +253,7 @@ def attend(
     attend_kernel[(min(programs, count * max(most, blocks) * kv_heads),)](
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums,
         count, table_TP.stride(0), scale, **common, PAGE=page_size,
-        BLOCK_B=triton.next_power_of_2(count), num_warps=shape.warps, num_stages=shape.stages,
+        BLOCK_B=max(16, triton.next_power_of_2(count)), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if most > 1:
         # A segment is split only where its blocks are half of the splits or fewer.
