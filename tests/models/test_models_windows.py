@@ -94,6 +94,19 @@ def test_wrong_guesses_leave_nothing_behind(family: str, tmp_path: Path):
         check_greedy(reference, prompt, generation.token_ids)
 
 
+def test_the_smallest_pools_that_serve(tmp_path: Path):
+    """Steps are timed and the first one is run on few pages: one request, one token a chunk, a window of one."""
+    reference = save_random(tmp_path, "Gemma3", sliding_window=1, **FAMILIES["Gemma3"])
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer(VOCABULARY))
+    settings = {"model": str(tmp_path), "threads": 1, "kv_tokens": 60, "chunk_tokens": 1, "page_size": 1}
+    with Engine(
+        **settings, low_latency="off", max_batch=1, run_ahead=0, prefix_cache=False, spec="ngram", spec_width=2
+    ) as engine:
+        assert engine._core.scheduler.cache.windows.total == 3
+        prompt = [5, 6, 7] * 4
+        check_greedy(reference, prompt, engine.generate(prompt, GREEDY).token_ids)
+
+
 def test_two_ranks_give_window_pages_back(tmp_path: Path):
     reference = save(tmp_path, "GptOss")
     prompts = [random_tokens(7 + 11 * n, 40 + n) for n in range(3)]

@@ -61,7 +61,7 @@ class ModelRunner:
         self._sampling = [GREEDY] * limits.max_batch
         self._rules: list[LogitRules | None] = [None] * limits.max_batch
         self._table = SlotTable(limits.max_batch, limits.max_pages, self._page_size)
-        self._window = window
+        self._window, self._window_pages = window, limits.max_window_pages
         self._window_table = SlotTable(limits.max_batch if window else 0, limits.max_pages, self._page_size)
         self._segments_only = has_state
         self._device = kv.keys[0].device if isinstance(kv, KVPool) and kv.keys else torch.device("cpu")
@@ -137,7 +137,9 @@ class ModelRunner:
         filling = slots if self._segments_only else slots[:1]
         chunks = [PrefillChunk(slot, 0, [0] * context, False) for slot in filling]
         tables = [(slot, 0, pages) for slot in slots]
-        self.run(StepPlan(0, begins, tables, chunks, [], windows=tables), [])
+        # Window pages may be fewer; whose keys are read does not change the time.
+        windows = [(slot, 0, [page % self._window_pages for page in pages]) for slot in slots if self._window]
+        self.run(StepPlan(0, begins, tables, chunks, [], windows=windows), [])
         for slot in slots:
             self._lengths[slot] = context
         started = time.perf_counter()
