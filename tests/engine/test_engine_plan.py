@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, SlotSampling, StepPlan, decode_plan, encode_plan
 from lowlat.parallel.ring import RECORDS, PlanRing, RingError
 
-LIMITS = PlanLimits(max_batch=5, max_rows=37, max_pages=11)
+LIMITS = PlanLimits(max_batch=5, max_rows=37, max_pages=11, max_window_pages=4)
 SLOTS = st.integers(0, 4)
 SAMPLING = st.builds(
     SlotSampling,
@@ -45,7 +45,12 @@ def plans(draw: st.DrawFn) -> StepPlan:
         (slot, draw(st.integers(0, 10)), draw(st.lists(st.integers(0, 99), min_size=1, max_size=5)))
         for slot in draw(st.lists(SLOTS, unique=True))
     ]
-    return StepPlan(draw(st.integers(0, 2**31 - 1)), begins, pages, chunks, draw(st.lists(SLOTS, unique=True)))
+    windows = [
+        (slot, draw(st.integers(0, 10)), draw(st.lists(st.integers(0, 99), min_size=1, max_size=4)))
+        for slot in draw(st.lists(SLOTS, unique=True))
+    ]
+    decodes = draw(st.lists(SLOTS, unique=True))
+    return StepPlan(draw(st.integers(0, 2**31 - 1)), begins, pages, chunks, decodes, windows=windows)
 
 
 def for_other_ranks(plan: StepPlan) -> StepPlan:
@@ -74,6 +79,7 @@ def test_the_largest_plan_fits():
         [(0, 0, list(range(11)))] + [(slot, 3, [slot]) for slot in range(1, 5)] * 2,
         [PrefillChunk(slot, 0, [1] * (37 // 5), True) for slot in range(5)],
         list(range(5)),
+        windows=[(slot, 7, list(range(4))) for slot in range(5)],
     )
     record = np.zeros(LIMITS.words, dtype=np.int32)
     encode_plan(full, record, None)
@@ -83,7 +89,9 @@ def test_the_largest_plan_fits():
 def test_steady_decode_writes_the_header_alone():
     record = np.zeros(LIMITS.words, dtype=np.int32)
     encode_plan(StepPlan(7, [], [], [], [0, 3]), record, [0, 3])
-    assert np.count_nonzero(record[8:]) == 0
+    assert np.count_nonzero(record[9:]) == 0
+    without = msgspec.structs.replace(LIMITS, max_window_pages=0)
+    assert without.words == LIMITS.words - 5 * (3 + 4), "models without windows carry no words for them"
     assert decode_plan(record, [0, 3]).decodes == [0, 3]
 
 

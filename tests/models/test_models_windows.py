@@ -10,6 +10,9 @@ import torch
 from family_kit import VOCABULARY, build, check_greedy, make_engine, random_tokens, save_random
 
 import lowlat_plugin
+from lowlat.bench.arms.base import StepCase
+from lowlat.bench.arms.general import GeneralArm
+from lowlat.bench.presets import DenseShape
 from lowlat.cache.layout import KVLayout
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
@@ -159,6 +162,28 @@ def test_the_pools_fill_memory_and_never_more(family: str, memory_mib: int, tmp_
     if memory_mib == 10_000:
         assert whole_batch
         assert family == "Llama" or sizes.window_pages == 3 * 8 * sizes.window_pages_each < sizes.pages
+
+
+def test_the_benchmark_of_steps_decodes_over_window_pages(tmp_path: Path):
+    changes = {"sliding_window": WINDOW, "max_position_embeddings": 2048, **FAMILIES["Gemma3"]}
+    reference = save_random(tmp_path, "Gemma3", **changes)
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer(VOCABULARY))
+    shape = DenseShape(
+        name="tiny", layers=6, hidden=48, heads=6, kv_heads=2, head_dim=16, intermediate=80, vocab=VOCABULARY,
+        max_context=2048,
+    )  # fmt: skip
+    arm = GeneralArm(StepCase(shape=shape, requests=2, context=1300, dtype="float32", model=str(tmp_path), steps=20))
+    assert arm._windows is not None
+    assert arm._windows.most < 1300 // 16
+    for _ in range(2):
+        assert len(arm.measure()) >= 20
+    arm.rewind()
+    answer = [arm.runner._tokens[1]]
+    for _ in range(20):
+        arm.decode()
+        answer.append(arm.runner._tokens[1])
+    prompt = [n % (VOCABULARY - 3) + 3 for n in range(1299)] + [3]
+    check_greedy(reference, prompt, answer)
 
 
 class GemmaKernel(lowlat_plugin.Kernel):

@@ -134,9 +134,9 @@ class WindowPages:
             self._uses[pages[index]] = 1
             span.end = index + 1
         assert span.end - span.first <= span.reserved, "a window holds more pages than it asked for"
-        if span.sent == span.end:
+        sent = max(span.sent, span.first)
+        if sent >= span.end:
             return None
-        sent = span.sent
         span.sent = span.end
         return sent, [self._attached[page] for page in pages[sent : span.end]]
 
