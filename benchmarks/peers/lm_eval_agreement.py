@@ -115,10 +115,17 @@ class Reference:
         folder = open_checkpoint("smollm2").folder
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._known: dict[tuple[str, str], float] = {}
 
-    @torch.inference_mode()
     def log_likelihood(self, context: str, continuation: str) -> float:
         """Of a continuation, its tokens found as lm-eval finds them."""
+        pair = context, continuation
+        if pair not in self._known:
+            self._known[pair] = self._log_likelihood(*pair)
+        return self._known[pair]
+
+    @torch.inference_mode()
+    def _log_likelihood(self, context: str, continuation: str) -> float:
         before = self.tokenizer(context)["input_ids"]
         whole = self.tokenizer(context + continuation)["input_ids"]
         logprobs = self.model(torch.tensor([whole])).logits[0].log_softmax(-1)[len(before) - 1 : -1]
