@@ -15,6 +15,7 @@ from lowlat.engine.build import SetupError
 from lowlat.engine.request import SamplingParams
 from lowlat.offline import Engine
 from lowlat.speculative.draft_files import save_draft
+from tiny_tokenizer import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +178,31 @@ def test_simulated_acceptance_is_exact_and_labelled(target: Path):
         assert report.tokens_per_step == pytest.approx(3.51, abs=0.1)
         assert report.break_even > 0
         assert engine.generate([5, 6, 7], sampling).token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("spec", ["ngram", "dspark"])
+def test_a_target_with_windows_answers_the_same(options: dict, tmp_path: Path, spec: str):
+    """Layers with a window have pages of their own; guesses and prefix hits cross their edges."""
+    torch.manual_seed(6)
+    config = transformers.Gemma3TextConfig(
+        hidden_size=64,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=160,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        initializer_range=0.3,
+    )
+    transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer(VOCABULARY))
+    with Engine(model=str(tmp_path), **SETTINGS) as engine:
+        expected = run_all(engine, crowd())
+    with Engine(model=str(tmp_path), spec_width=4, **options[spec], **SETTINGS) as engine:
+        assert run_all(engine, crowd()) == expected
+        assert run_all(engine, crowd()) == expected
+        assert engine._core.stats().cached_tokens > 100
+        assert engine._core.stats().guessed_tokens > 100
