@@ -83,6 +83,10 @@ def test_serve_passes_every_option_on(monkeypatch):
         draft="small",
         spec_width=5,
         spec_simulate_acceptance=2.5,
+        grammar_seconds=1.5,
+        grammar_memory_mib=64,
+        grammar_bytes=999,
+        grammar_depth=9,
         seed=9,
         low_latency="require",
         kernels="nvidia",
@@ -93,6 +97,7 @@ def test_serve_passes_every_option_on(monkeypatch):
     flags += "--spec draft-model --draft small --spec-width 5 --spec-simulate-acceptance 2.5 --engram-placement host "
     flags += "--session-budget 0.25 --session-ttl 9 --session-ttl-max 99 "
     flags += "--replay-tail 150 --replay-prefix 129 "
+    flags += "--grammar-seconds 1.5 --grammar-memory-mib 64 --grammar-bytes 999 --grammar-depth 9 "
     flags += "--kernels nvidia --watchdog-seconds 7 --port 99 --api-key a --api-key b --max-queue 5 --max-body-mib 2 "
     flags += "--drain-seconds 3 --served-model-name x --host ::1 --max-n 2 --max-prompts 3 --start-wait-seconds 4 "
     flags += "--admin-port 98"
