@@ -41,8 +41,9 @@ def test_a_completion_has_text_usage_and_timings(live):
     }
     timings = answer["timings"]
     assert 0 <= timings["queue_s"] <= timings["first_token_s"] <= timings["total_s"]
-    assert timings["gap_mean_ms"] > 0
-    assert timings["gap_p90_ms"] > 0
+    # Tokens that arrive together have no gap, and on a busy machine all may.
+    assert 0 <= timings["gap_mean_ms"] <= 1e3 * timings["total_s"]
+    assert 0 <= timings["gap_p90_ms"] <= 1e3 * timings["total_s"]
     assert "token_ids" not in choice
 
 
