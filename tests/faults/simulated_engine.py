@@ -88,6 +88,7 @@ class CheckedCore:
         self._core = core
         self._simulator = simulator
         self.submit, self.abort = core.submit, core.abort
+        self.ask, self.end_session = core.ask, core.end_session
         self.low_latency = NoKernels()
 
     @property
