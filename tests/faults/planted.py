@@ -72,8 +72,8 @@ PLANTS = (
         "A10",
         "the first token of a burst alone has a log-probability",
         "engine/scheduler.py",
-        "for entry in logprobs[: len(output.token_ids)] if",
-        "for entry in logprobs[:1] if",
+        "entries = result.logprobs[first : first + len(output.token_ids)]",
+        "entries = result.logprobs[first : first + 1]",
         f"{_ANSWERS}test_a10_every_token_has_its_log_probability",
     ),
     _plant(
