@@ -155,8 +155,10 @@ class Scheduler:
         launch = Launch(self._step)
         for active in decoding:
             end = min(active.launched + active.width, active.end)
-            # Of guesses in flight, none may turn out right.
-            self._send_pages(active, plan, max(active.prefill_end, active.filled + active.in_flight), end)
+            start = active.launched
+            if active.width > 1:  # of guesses in flight, none may turn out right
+                start = max(active.prefill_end, active.filled + active.in_flight)
+            self._send_pages(active, plan, start, end)
             active.launched = end
             active.launched_samples += 1
             active.in_flight += 1
@@ -421,9 +423,10 @@ class Scheduler:
         if active.sent_pages < len(pages):
             plan.pages.append((active.slot, active.sent_pages, pages[active.sent_pages :]))
             active.sent_pages = len(pages)
-        window_pages = self.cache.slide(active.lease, start, end)
-        if window_pages is not None:
-            plan.windows.append((active.slot, *window_pages))
+        if active.lease.window is not None:
+            window_pages = self.cache.slide(active.lease, start, end)
+            if window_pages is not None:
+                plan.windows.append((active.slot, *window_pages))
 
     def _preempt(self, victim: ActiveRequest) -> None:
         """Take a request's slot and pages; it waits again, at its old place in the order."""
