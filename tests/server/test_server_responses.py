@@ -193,6 +193,22 @@ def test_keys_queues_and_ids_hold_here_too() -> None:
             keyed.responses.create(model="other", input="hello?")
 
 
+def test_an_engine_that_fails_ends_a_stream_with_an_event_and_an_answer_with_a_500() -> None:
+    with tool_server(template="{{ messages[0].content }}") as server:
+        events = []
+        with server.http.stream("POST", "/v1/responses", json={"input": "refuse me", "stream": True}) as answer:
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
+        assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
+        assert events[-1]["response"]["status"] == "failed"
+        assert events[-1]["response"]["error"]["message"] == "refused by the script"
+        assert server.post("/v1/responses", input="refuse me").status_code == 500
+        body = {"messages": [{"role": "user", "content": "refuse me"}], "max_tokens": 5}
+        for stream in (False, True):
+            answer = server.post("/v1/messages", **body, stream=stream)
+            assert (answer.status_code, answer.json()["type"]) == (500, "error")
+        assert server.on_loop(lambda: server.state.open_sequences) == 0
+
+
 def test_the_documentation_names_every_field(documented: str) -> None:
     fields = {*ResponsesRequest.__struct_fields__, *InputItem.__struct_fields__}
     assert [name for name in sorted(fields) if f"`{name}`" not in documented] == []
