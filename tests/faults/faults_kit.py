@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import server_kit
 from kv_simulator import make_request, solo_answer
 from server_kit import Live, live_server, wait_for
 
@@ -22,13 +21,9 @@ def simulated_server(
     shape: dict[str, Any] | None = None, *, max_batch: int = 8, watchdog_s: float = 60.0, **settings: Any
 ) -> Iterator[Live]:
     """`shape`: fields of simulated_engine.Shape; `settings`: fields of ServerSettings."""
-    earlier, server_kit.FAKE_PROGRAM = server_kit.FAKE_PROGRAM, PROGRAM
     config = EngineConfig(model="fake-model", max_batch=max_batch, watchdog_s=watchdog_s)
-    try:
-        with live_server(shape, config=config, **settings) as live:
-            yield live
-    finally:
-        server_kit.FAKE_PROGRAM = earlier
+    with live_server(shape, config=config, program=PROGRAM, **settings) as live:
+        yield live
 
 
 def solo(prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
