@@ -139,3 +139,31 @@ class Spy:
             self.seen.append((grid, sums, options["MOST"]))
 
         return launch
+
+
+@pytest.mark.parametrize(("ranks", "rows", "width"), [(2, 3, 48), (4, 1, 70)])
+def test_pushed_reductions(ranks, rows, width):
+    """Ranks one after another: the first runs push, and all but the last wait in vain and say so; the second run of
+    each finds everybody's words. Sums are exact here, so they must be the same bits as PyTorch's."""
+    from lowlat.layers.triton.push_reduce import inbox_words, push_reduce_norm
+
+    inboxes = [torch.zeros(inbox_words(ranks, rows + 1, width), dtype=torch.int64) for _ in range(ranks)]
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    weight = torch.randn(width).bfloat16()
+    for call in range(3):
+        parts = [torch.randint(-64, 65, (rows, width)).bfloat16() / 8 for _ in range(ranks)]
+        residual = torch.randn(rows, width).bfloat16()
+        total = sum(part.float() for part in parts).bfloat16() + residual
+        expected = F.rms_norm(total.float(), (width,), weight.float(), 1e-5).bfloat16()
+        errors = []
+        for rank in [*range(ranks), *range(ranks)]:
+            error, stream = torch.zeros(1, dtype=torch.int32), residual.clone()
+            out = push_reduce_norm(
+                parts[rank], stream, weight, 1e-5, inboxes=addresses, tag=torch.tensor([5], dtype=torch.int32),
+                offset=call, error=error, rank=rank, rows=rows + 1, spins=2, plain=True,
+            )  # fmt: skip
+            errors.append(int(error))
+            if len(errors) >= ranks:
+                assert torch.equal(stream, total)
+                torch.testing.assert_close(out.float(), expected.float(), rtol=0.01, atol=0.01)
+        assert errors == [5 + call] * (ranks - 1) + [0] * (ranks + 1)
