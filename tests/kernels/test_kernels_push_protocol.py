@@ -1,8 +1,8 @@
 """The tagged push protocol of `push_reduce`, with all orders of events: stores arrive when they like.
 
 Ranks push a word to every inbox and wait for everybody's word of the same tag; a store may arrive any time later, but
-stores to one place arrive in order. Wanted: whatever the order, every rank gets through, which it does not if a word that
-somebody still waits for was overwritten by a later one.
+stores to one place arrive in order. Wanted: whatever the order, every rank gets through, which it does not if a word
+that somebody still waits for was overwritten by a later one.
 """
 
 from __future__ import annotations

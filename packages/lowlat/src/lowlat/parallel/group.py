@@ -67,7 +67,8 @@ class TorchGroup:
         timeout_s: float = 60.0,
         join_timeout_s: float = 180.0,
     ) -> None:
-        """Join the group; returns when all ranks have.
+        """Join the group; returns when all ranks have. `backend`: `gloo`, or `cpu:gloo,cuda:nccl` for ranks with a GPU
+        each, which must be the current device by then (that was not tried on GPUs yet).
 
         Raises `RuntimeError` when a rank is missing after `join_timeout_s` seconds (a rank's process imports PyTorch
         first), and from exchanges that take longer than `timeout_s`.
@@ -91,7 +92,7 @@ class TorchGroup:
         work = dist.all_reduce(x, async_op=True)
 
         def wait() -> torch.Tensor:
-            self._wait(work)
+            self._wait(work, x)
             return x
 
         return wait
@@ -103,16 +104,21 @@ class TorchGroup:
         widest = max(widths)
         padded = torch.nn.functional.pad(x_RC, (0, widest - x_RC.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(size)]
-        self._wait(dist.all_gather(parts, padded, async_op=True))
+        self._wait(dist.all_gather(parts, padded, async_op=True), padded)
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Give every rank rank 0's `x`, in place."""
-        self._wait(dist.broadcast(x, src=0, async_op=True))
+        self._wait(dist.broadcast(x, src=0, async_op=True), x)
         return x
 
-    def _wait(self, work: dist.Work | None) -> None:
-        if work is not None:
+    def _wait(self, work: dist.Work | None, x: torch.Tensor) -> None:
+        """On a GPU the stream waits and not the host, so that exchanges can be queued and captured."""
+        if work is None:
+            return
+        if x.is_cuda:
+            work.wait()
+        else:
             work.wait(self._timeout)
 
     def close(self) -> None:

@@ -3,8 +3,8 @@
 Every rank pushes its rows into every rank's inbox by unicast stores over NVLink, and sums what lies in its own inbox in
 the order of ranks, so all ranks get the same bits. Each 8-byte word carries two bfloat16 values and the tag of this
 reduction beside them: a word is there when its tag is, so there are no flags, and nothing is reset. Two halves of an
-inbox take turns. That is enough: a rank can be one reduction ahead of another at most, because it needs the other's words
-to finish one (tests/kernels/test_kernels_push_protocol.py tries all orders of events).
+inbox take turns. That is enough: a rank can be one reduction ahead of another at most, because it needs the other's
+words to finish one (tests/kernels/test_kernels_push_protocol.py tries all orders of events).
 
 A wait ends after a number of looks: then the tag is written to `error`, and the host stops the group.
 
@@ -18,8 +18,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-from lowlat.layers.triton.norm import warps_for
 
 # Looks at a word before its rank counts as gone: a second and more.
 SPINS = 1 << 20
@@ -120,7 +118,13 @@ def _packed(low, high):
 
 def inbox_words(ranks: int, rows: int, width: int) -> int:
     """int64 words of one rank's inbox for up to `rows` rows; they must be 0 before the first reduction."""
-    return 2 * ranks * rows * triton.next_power_of_2(width // 2)
+    return 2 * ranks * rows * int(triton.next_power_of_2(width // 2))
+
+
+def push_warps(block: int) -> int:
+    """Warps of a program that holds a row of `block` words: four words a thread. Above, registers spill (4,096 values
+    fit; 7,168 spill eight bytes a thread)."""
+    return min(32, max(1, block // 128))
 
 
 def push_reduce_norm(
@@ -140,8 +144,8 @@ def push_reduce_norm(
 ) -> torch.Tensor:
     """`residual_RH` += the sum of the ranks' `x_RH`; returns RMSNorm of it. bfloat16, contiguous, H even.
 
-    `inboxes`: int64 addresses of every rank's inbox (`inbox_words`), as this GPU sees them. `tag + offset` must be above
-    0, the same on all ranks, and one more at every call: a graph adds its number of calls to `tag` once a replay.
+    `inboxes`: int64 addresses of every rank's inbox (`inbox_words`), as this GPU sees them. `tag + offset` must be
+    above 0, the same on all ranks, and one more at every call: a graph adds its number of calls to `tag` once a replay.
     `error`: int32, 0 until a wait ends in vain. `plain`: ordinary loads and stores, for the interpreter.
     """
     count, width = x_RH.shape
@@ -153,6 +157,6 @@ def push_reduce_norm(
     words = (tensor.view(torch.int32) for tensor in (x_RH, residual_RH, weight_H, out_RH))
     push_reduce_norm_kernel[(count,)](
         *words, inboxes, tag, error, width, eps, offset, RANK=rank, RANKS=len(inboxes), ROWS=rows, BLOCK=block,
-        SPINS=spins, PLAIN=plain, num_warps=warps_for(2 * block),
+        SPINS=spins, PLAIN=plain, num_warps=push_warps(block),
     )  # fmt: skip
     return out_RH
