@@ -142,7 +142,8 @@ def test_a_draft_learns_and_serves(folder: Path, tmp_path: Path, kind: str):
     assert result.exit_code == 0, result.output
     assert "nothing was held out" in result.output
     losses = [float(line.split("loss ")[1].split()[0]) for line in result.output.splitlines() if "loss" in line]
-    assert losses[-1] < losses[0] - 0.3
+    assert losses[-1] < losses[0] - 0.3, losses
+    assert (output / "model.safetensors").stat().st_mode & 0o777 == 0o644
     config, weights = load_draft(output)
     assert config.kind == kind
     assert config.target_layer_ids == (0, 1)

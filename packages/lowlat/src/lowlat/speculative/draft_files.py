@@ -139,6 +139,7 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, torch.Tenso
         else:
             stored[name] = weight.contiguous()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors keeps new files to their owner
     (folder / "config.json").write_text(json.dumps(to_json(config), indent=1) + "\n", encoding="utf-8")
 
 

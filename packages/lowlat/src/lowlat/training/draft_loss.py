@@ -90,7 +90,9 @@ def loss_of(found: Blocks) -> torch.Tensor:
     each_QP = _entropy(found.scores_QPV, found.wanted_QP)
     if found.unary_QPV is not None:
         chosen_QP = found.scores_QPV.gather(2, found.wanted_QP[..., None])[..., 0] > _NEVER
-        each_QP = _entropy(found.unary_QPV, found.wanted_QP) + each_QP * chosen_QP
+        # What is no candidate counts as the worst of them, and teaches the logits alone.
+        worst_QP = (found.scores_QPV > _NEVER).sum(-1).log()
+        each_QP = _entropy(found.unary_QPV, found.wanted_QP) + torch.where(chosen_QP, each_QP, worst_QP)
     loss = (each_QP * weights_QP).sum() / weights_QP.sum().clamp(min=1e-6)
     if found.confidence_QP is not None:
         right_QP = found.right()

@@ -20,6 +20,8 @@ from lowlat.training.draft_loss import blocks, loss_of
 from lowlat.training.target import Target, Written
 from lowlat.training.texts import Prompts, TextError, Texts
 
+_FIRST_NORM = 0.2
+
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """All choices of a training; written beside the draft."""
@@ -92,6 +94,8 @@ def train(recipe: Recipe, output: Path, tell: Callable[[Progress], None]) -> lis
     prompts = Prompts(files.training, tokenizer, chat, recipe.prompt_tokens, recipe.seed)
     torch.manual_seed(recipe.seed)
     network = DraftNetwork(config, room)
+    # States of a new draft point anywhere: at full size the target's head would be very sure of very wrong tokens.
+    torch.nn.init.constant_(network.norm.weight, _FIRST_NORM)
     network.to(device)
     ends = frozenset(eos_ids(checkpoint))
     _learn(recipe, target, network, ends, iter(prompts), tell)
