@@ -131,6 +131,10 @@ def test_when_one_sequence_is_possible():
     assert choose_mode(asked_of(20, [8, 8]), LIMITS) == "mis"
     assert choose_mode(asked_of(20, [8]), LIMITS) == "sis"
     assert choose_mode(asked_of(20, [8, 8]), LIMITS, "sis") == "sis"
+    roomy = ScoreLimits(max_context=512, max_batch=4, page_size=16, chunk_tokens=128, item_tokens=512)
+    assert choose_mode(asked_of(20, [100, 28]), roomy) == "mis"
+    assert choose_mode(asked_of(20, [100, 29]), roomy) == "sis"  # 64.5 tokens on average
+    assert choose_mode(asked_of(20, [100, 29]), roomy, "mis") == "mis"
 
 
 def test_waves():

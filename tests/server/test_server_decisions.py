@@ -104,7 +104,7 @@ def test_control_tokens_of_the_input_stay_text(server, asked):
 
 
 def test_rerank(server):
-    answer = server.post("/v1/rerank", query="q", documents=["one", {"text": "two"}, "three"]).json()
+    answer = server.post("/v1/rerank", query="q", documents=["one", {"text": "two"}, "three"], mode="mis").json()
     assert (answer["object"], answer["model"], answer["mode"]) == ("rerank", "fake", "mis")
     results = answer["results"]
     expected = shares([logprob(ord("\n"), YES), logprob(ord("\n"), NO)])[0]

@@ -18,6 +18,9 @@ from lowlat.engine.score_task import ScoreTask
 Mode = Literal["sis", "mis"]
 Preference = Literal["auto", "sis", "mis"]
 
+MIS_ITEM_TOKENS = 64
+"""Mean length of items up to which one sequence is the cheaper way."""
+
 
 class ScoreInput(msgspec.Struct, kw_only=True):
     """What is asked, in token ids. Doors check it."""
@@ -117,7 +120,8 @@ def choose_mode(asked: ScoreInput, limits: ScoreLimits, preferred: Preference = 
     """
     if preferred == "sis" or len(asked.items) < 2 or can_mis(asked, limits) is not None:
         return "sis"
-    return "mis"
+    long = sum(map(len, asked.items)) > MIS_ITEM_TOKENS * len(asked.items)
+    return "sis" if long and preferred == "auto" else "mis"
 
 
 def plan_score(asked: ScoreInput, mode: Mode, limits: ScoreLimits) -> ScorePlan:
