@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from device_kit import EngineSize, answer, make_engine, make_runner, reference_ops
-from family_kit import build, random_tokens, save_random
+from family_kit import VOCABULARY, build, random_tokens, save_random
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlat.engine.batch import PrefillChunk, SlotSampling, StepPlan
@@ -91,6 +93,54 @@ def test_tokens_are_those_of_the_runner_of_cpus(family, run_ahead, models):
     assert sum(len(one.logprobs) for one in mine) > 20
     assert len(mine[-1].prompt_logprobs) == 6
     assert set(runner.fallbacks) == {"prompt log-probabilities"}
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.3]),
+    seed=st.integers(0, (1 << 64) - 1),
+    top_k=st.sampled_from([0, 0, 5]),
+    top_p=st.sampled_from([1.0, 1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.9]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.4]),
+    logprobs=st.sampled_from([None, None, 0, 4]),
+    prompt_logprobs=st.sampled_from([None, None, None, 1]),
+    stop_token_ids=st.sampled_from([(), tuple(range(0, VOCABULARY, 9))]),
+)
+
+
+def check_random_schedules(model, requests, family_size, run_ahead):
+    rounds = [[(random_tokens(40, start % 3)[: 3 + length], one) for start, length, one in part] for part in requests]
+    mine = answer(make_engine(model, family_size, run_ahead, ops=reference_ops()), rounds)
+    theirs = answer(make_engine(model, family_size, run_ahead, ops=None), rounds)
+    check_same(mine, theirs)
+
+
+REQUESTS = st.lists(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 37), SAMPLING), min_size=1, max_size=4), min_size=1, max_size=3
+)
+SIZES = st.builds(
+    EngineSize,
+    pages=st.sampled_from([34, 50, 90]),
+    page_size=st.just(2),
+    chunk_tokens=st.sampled_from([3, 16, 64]),
+    max_batch=st.sampled_from([1, 3, 4]),
+)
+
+
+@settings(max_examples=4, deadline=None)
+@given(requests=REQUESTS, size=SIZES, run_ahead=st.integers(0, 2))
+def test_random_schedules(models, requests, size, run_ahead):
+    check_random_schedules(models["Llama"], requests, size, run_ahead)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(requests=REQUESTS, size=SIZES, run_ahead=st.integers(0, 2))
+def test_more_random_schedules(models, requests, size, run_ahead):
+    check_random_schedules(models["Gemma3"], requests, size, run_ahead)
 
 
 class NoReads(TorchDispatchMode):

@@ -51,6 +51,7 @@ def test_the_whole_engine_answers_as_on_a_cpu(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(build, "prepare", lambda runner, size: (runners.append(runner), original(runner, size)))
     with Engine(EngineConfig(**settings)) as engine:
         assert [engine.generate(prompt, one).token_ids for one in sampling] == expected
+        assert sum(count for _, _, count in engine.stats().low_latency_steps) >= 16, "steps are counted by who ran them"
     assert [type(runner) for runner in runners] == [DeviceRunner]
     assert not runners[0].fallbacks
     # What the device cannot do is done on the host, and said.

@@ -84,6 +84,8 @@ class DeviceRunner:
         if reason is not None:
             return self._run_on_host(plan, reason)
         self.host.learn(plan)
+        if self.host.kernel_steps is not None:
+            self.host.kernel_steps.count(plan)
         pending = self._launch_chunks(plan) if plan.chunks else self._launch_decodes(plan)
         while self._in_flight and self._in_flight[0].known:
             self._in_flight.popleft()

@@ -59,6 +59,12 @@ class KernelSteps:
         low.counters.add(route)
         return logits_RV
 
+    def count(self, plan: StepPlan) -> None:
+        """Count a step that was not asked for: no library is installed, or none fits."""
+        self.low.counters.add(
+            self.low.route(Mode.PREFILL if plan.chunks else Mode.DECODE, len(plan.decodes), plan.rows)
+        )
+
     def _inputs(
         self, mode: Mode, slots: list[int], tokens: list[list[int]], lengths: list[int], kv_slots: np.ndarray
     ) -> StepInputs:
