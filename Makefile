@@ -21,6 +21,7 @@ help:
 	@echo "make soak      long tests, outside CI (LOWLAT_SOAK_SECONDS=180)"
 	@echo "make plants    plant known faults one by one and see that tests notice each, outside CI"
 	@echo "make fuzz      schemathesis against the server's own description, outside CI"
+	@echo "make test-gpu  tests that need an NVIDIA GPU, outside CI"
 	@echo "make peers     comparisons with other projects, in environments of their own, outside CI"
 
 serve: $(VENV)/.serve
@@ -51,7 +52,7 @@ peers: $(VENV)/.test
 	$(foreach script,$(wildcard benchmarks/peers/*.sh),bash $(script) &&) true
 
 test-gpu: $(VENV)/.test
-	$(VENV)/bin/python -m pytest tests -m gpu
+	$(VENV)/bin/python -m pytest tests -m gpu -rs
 
 clean:
 	rm -rf $(VENV)
