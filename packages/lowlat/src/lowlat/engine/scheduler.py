@@ -17,10 +17,13 @@ from lowlat.cache.pages import OutOfPagesError
 from lowlat.cache.prefix import Lease, PrefixCache
 from lowlat.cache.rules import PrefillRules
 from lowlat.engine.active import ActiveRequest, Launch
-from lowlat.engine.batch import PlanLimits, PrefillChunk, Replay, StepPlan
+from lowlat.engine.answer import extend_answer
+from lowlat.engine.batch import PlanLimits, Replay, StepPlan
 from lowlat.engine.executor import StepResult
 from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from lowlat.engine.score_task import ScoreProgress, check_task
+from lowlat.engine.state_rows import StateRows
+from lowlat.engine.step_writer import StepWriter
 from lowlat.grammars.matcher import GrammarLine
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -51,6 +54,8 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self.width = width
         self.rules = rules or PrefillRules()
+        self._states = None if cache.snapshots is None else StateRows(cache.snapshots, cache.page_size)
+        self._writer = StepWriter(cache, self.rules, self._states)
         self.stats = EngineStats(pages_total=cache.pool.total)
         self._seed = seed
         self._arrivals = itertools.count()
@@ -154,23 +159,12 @@ class Scheduler:
         plan = StepPlan(self._step, [], [], [], [])
         launch = Launch(self._step)
         for active in decoding:
-            end = min(active.launched + active.width, active.end)
-            start = active.launched
-            if active.width > 1:  # of guesses in flight, none may turn out right
-                start = max(active.prefill_end, active.filled + active.in_flight)
-            self._send_pages(active, plan, start, end)
-            active.launched = end
-            active.launched_samples += 1
-            active.in_flight += 1
-            active.last_step = self._step
-            launch.rows.append(self._row_for(active, plan))
-            plan.decodes.append(active.slot)
-            launch.decodes.append(active)
+            self._writer.add_decode(active, plan, launch)
         rows = self.chunk_tokens
         for active in self._running:
             if active.launched < active.prefill_end and rows > 0:
-                end = self._chunk_end(active, active.launched, rows)
-                rows -= self._add_chunk(active, plan, launch, end)
+                end = self._writer.chunk_end(active, active.launched, rows)
+                rows -= self._writer.add_chunk(active, plan, launch, end)
         if self._waiting and rows > 0:
             self._admit(plan, launch, rows)
         if not launch.chunks and not launch.decodes:
@@ -204,7 +198,9 @@ class Scheduler:
             active.in_flight -= 1
             count = counts[sample] if counts else 1
             end = first + count
-            self._take_row(active, row, count)
+            if row >= 0:
+                assert self._states is not None
+                self._states.settle(active, row, count)
             if not active.ended and active.slot in result.bad_slots:
                 self._fail(active)
             elif not active.ended:
@@ -306,7 +302,7 @@ class Scheduler:
             lease = self._lease(active)
             missing = self.cache.missing(lease, active.places)
             start = active.next_row(lease.start)
-            end = self._chunk_end(active, start, rows)
+            end = self._writer.chunk_end(active, start, rows)
             # While something runs, pages come back without taking a session's.
             idle = not self._running and not self._ending
             fits = (self.cache.make_room if idle else self.cache.fits)(lease, active.places)
@@ -323,24 +319,7 @@ class Scheduler:
             if lease.replayed:
                 before = active.tokens[max(0, start - self.rules.replay_history) : start]
                 plan.replays.append(Replay(active.slot, start, lease.cached_tokens, before))
-            rows -= self._add_chunk(active, plan, launch, end)
-
-    def _chunk_end(self, active: ActiveRequest, start: int, rows: int) -> int:
-        """Where a prefill chunk from `start` of at most `rows` tokens ends; `start` when it must wait for more rows.
-
-        What is left for the last chunk is enough for it, and where the model's state would not serve the prompt's last
-        whole page otherwise, a chunk ends there.
-        """
-        total = len(active.tokens)
-        end = min(total, start + rows)
-        if active.score is not None and active.score.items:
-            return active.score.end(start, end)
-        if 0 < total - end < self.rules.last_chunk:
-            end = max(start, total - self.rules.last_chunk)
-        whole = total - total % self.cache.page_size
-        if self.cache.snapshots is not None and start < whole < end and end - whole > self.rules.state_reach:
-            end = whole
-        return end
+            rows -= self._writer.add_chunk(active, plan, launch, end)
 
     def _start(self, active: ActiveRequest, lease: Lease) -> None:
         """Give an admitted request its slot."""
@@ -356,77 +335,6 @@ class Scheduler:
             self.stats.prompt_tokens += active.prompt_tokens
             self.stats.cached_tokens += lease.cached_tokens
         insort(self._running, active)
-
-    def _add_chunk(self, active: ActiveRequest, plan: StepPlan, launch: Launch, end: int) -> int:
-        """Plan the prefill chunk of a request that ends at `end`; returns how many tokens it has."""
-        start, score = active.launched, active.score
-        if end == start:
-            return 0
-        place = active.place(start)
-        self._send_pages(active, plan, min(place, active.shareable), place + end - start)
-        sampling = active.request.sampling
-        sample = end == active.prefill_end and sampling.max_tokens > 0
-        targets = active.targets(start, end)
-        tokens = active.tokens[start:end]
-        chunk = PrefillChunk(active.slot, place, tokens, sample, targets, sampling.prompt_logprobs or 0)
-        if score is not None:
-            chunk.read_rows, chunk.labels = score.take_rows(start, end)
-            chunk.items = score.item_rows(start, end)
-        plan.chunks.append(chunk)
-        launch.chunks.append((active, end, chunk))
-        active.scored = max(active.scored, min(end, active.prompt_tokens - 1))
-        active.launched = active.next_row(end)
-        active.launched_samples += sample
-        active.in_flight += 1
-        active.last_step = self._step
-        whole = active.prefill_end - active.prefill_end % self.cache.page_size
-        if start < whole <= end and self.cache.snapshots is not None:
-            row = self.cache.snapshots.take()
-            if row is not None:
-                active.marks[whole] = row
-                plan.saves.append((active.slot, row))
-        return end - start
-
-    def _row_for(self, active: ActiveRequest, plan: StepPlan) -> int:
-        """A row to save a decoding request's state to, where this step may end a page; -1: none."""
-        snapshots = self.cache.snapshots
-        if snapshots is None or (active.width == 1 and active.launched % self.cache.page_size):
-            return -1
-        row = snapshots.take()
-        if row is None:
-            return -1
-        plan.saves.append((active.slot, row))
-        return row
-
-    def _take_row(self, active: ActiveRequest, row: int, count: int) -> None:
-        """Learn whether a decode step of `count` tokens ended a page, and so whether its state was saved to `row`.
-
-        The two newest are kept: the newest may lie beyond a token that turns out to be the last.
-        """
-        if row < 0:
-            return
-        snapshots = self.cache.snapshots
-        assert snapshots is not None
-        size = self.cache.page_size
-        end = min(active.filled + count, active.end - 1) // size * size
-        if active.ended or end <= active.filled:
-            snapshots.give_back(row)
-            return
-        while len(active.marks) >= 2:
-            snapshots.give_back(active.marks.pop(min(active.marks)))
-        active.marks[end] = row
-
-    def _send_pages(self, active: ActiveRequest, plan: StepPlan, start: int, end: int) -> None:
-        """Tell the device the page-table entries that it does not know yet, for rows from position `start` to `end`."""
-        assert active.lease is not None
-        pages = active.lease.pages
-        if active.sent_pages < len(pages):
-            plan.pages.append((active.slot, active.sent_pages, pages[active.sent_pages :]))
-            active.sent_pages = len(pages)
-        if active.lease.window is not None:
-            window_pages = self.cache.slide(active.lease, start, end)
-            if window_pages is not None:
-                plan.windows.append((active.slot, *window_pages))
 
     def _preempt(self, victim: ActiveRequest) -> None:
         """Take a request's slot and pages; it waits again, at its old place in the order."""
@@ -450,11 +358,8 @@ class Scheduler:
         if done or (active.score is not None and before < active.score.query <= filled):
             assert active.lease is not None
             self.cache.share(active.lease, active.shared)
-        if done:
-            row = active.marks.pop(filled - filled % self.cache.page_size, -1)
-            if row >= 0:
-                assert active.lease is not None
-                self.cache.keep_state(active.lease, row)
+        if done and self._states is not None:
+            self._states.prompt_done(active, self.cache)
         only_scores = done and active.request.sampling.max_tokens == 0
         if scores is None and label_logprobs is None and not only_scores:
             return
@@ -475,26 +380,8 @@ class Scheduler:
 
     def _take_sample(self, active: ActiveRequest, result: StepResult, sample: int, first: int, end: int) -> None:
         """Take in a sample of a step, its tokens from number `first` to `end`, up to where the answer ends."""
-        output = RequestOutput(active.request.id, [], None, cached_tokens=active.cached_tokens, queue_s=active.queue_s)
-        for token in result.tokens[first:end]:
-            active.tokens.append(token)
-            output.token_ids.append(token)
-            if token in active.stops:
-                output.finish_reason, output.stop_token_id = FinishReason.STOP, token
-            elif len(active.tokens) >= active.end:
-                output.finish_reason = FinishReason.LENGTH
-            if output.finish_reason is not None:
-                break
-        if result.over and output.finish_reason is None and sample in result.over:
-            output.error = result.over[sample]
-            output.finish_reason = FinishReason.STOP if output.error is None else FinishReason.ERROR
-        # The last token was never an input; those before it were, each at its own row.
-        active.filled = len(active.tokens) - 1
-        active.launched_samples = len(active.tokens) - active.prompt_tokens + active.in_flight
+        output = extend_answer(active, result, sample, first, end)
         self.stats.generated_tokens += len(output.token_ids)
-        if result.logprobs and active.request.sampling.logprobs is not None:
-            entries = result.logprobs[first : first + len(output.token_ids)]
-            output.logprobs = [entry for entry in entries if entry is not None]
         if output.finish_reason is None:
             self._outputs.append(output)
         else:
@@ -532,12 +419,9 @@ class Scheduler:
 
     def _release(self, active: ActiveRequest) -> None:
         assert active.lease is not None
-        row = active.marks.pop(active.filled - active.filled % self.cache.page_size, -1)
-        self.cache.end(active.lease, active.shared, row)
-        if self.cache.snapshots is not None:
-            for unused in active.marks.values():
-                self.cache.snapshots.give_back(unused)
-        active.marks = {}
+        self.cache.end(active.lease, active.shared, -1 if self._states is None else self._states.at_end(active))
+        if self._states is not None:
+            self._states.give_back(active)
         if active.ended and active.session is not None:
             self.cache.sessions.leave(active.session, active.shared or None)
         active.lease = None
