@@ -19,9 +19,10 @@ class StepWriter:
 
     def add_decode(self, active: ActiveRequest, plan: StepPlan, launch: Launch) -> None:
         """Write a decode row, and rows for guesses where the request takes some."""
-        end = min(active.launched + active.width, active.end)
         start = active.launched
+        end = start + 1
         if active.width > 1:  # of guesses in flight, none may turn out right
+            end = min(start + active.width, active.end)
             start = max(active.prefill_end, active.filled + active.in_flight)
         self._send_pages(active, plan, start, end)
         active.launched = end
