@@ -78,8 +78,7 @@ $(VENV)/.serve: $(VENV)/.torch requirements/runtime.txt requirements/grammars.tx
 # The libraries are installed beside the runtime, so that tests find them as users do. lowlat-cpu is compiled.
 $(VENV)/.test: $(VENV)/.serve requirements/dev.txt requirements/triton.txt $(wildcard examples/lowlat-cpu/csrc/* examples/lowlat-cpu/*.py)
 	@echo "Installing what tests need"
-	@$(PIP) -r requirements/dev.txt
-	@$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) -r requirements/triton.txt
+	@$(PIP) -r requirements/dev.txt $$($(VENV)/bin/python -c 'import triton' 2>/dev/null || echo -r requirements/triton.txt)
 	@$(PIP) --no-deps --editable packages/lowlat-nvidia
 	@if command -v c++ >/dev/null; then $(PIP) --no-deps --editable examples/lowlat-cpu; \
 	else echo "No C++ compiler here: tests of examples/lowlat-cpu will be skipped"; fi
