@@ -30,6 +30,9 @@ from lowlat.engine.process import EngineLoop
 from lowlat.engine.request import EngineStats, RequestOutput, TokenLogprobs
 
 
+VOCAB_SIZE = 262
+
+
 class Shape(msgspec.Struct, kw_only=True):
     pages: int = 200
     page_size: int = 4
@@ -60,12 +63,20 @@ class Device:
             [TokenLogprobs(-0.01 * score.logprob, 2, [61], [-math.inf]) for score in scores]
             for scores in result.prompt_logprobs
         ]
+        result.label_logprobs = [
+            [[label_logprob(score) for score in scores] for scores in reads] for reads in result.label_logprobs
+        ]
 
     def collect(self, timeout: float | None) -> object:
         return self.simulator.collect(timeout)
 
     def close(self) -> None:
         pass
+
+
+def label_logprob(score: float) -> float:
+    """A log-probability from the simulator's score: in the order of the scores, and all of a vocabulary's below 1."""
+    return 5e-6 * (score - 1_000_003) - math.log(VOCAB_SIZE)
 
 
 class NoKernels:
@@ -131,7 +142,7 @@ def main() -> None:
             m.Ready(
                 pid=os.getpid(),
                 model=config.model,
-                vocab_size=260,
+                vocab_size=VOCAB_SIZE,
                 max_context=shape.max_context,
                 dtype="float32",
                 device="cpu",
@@ -139,6 +150,7 @@ def main() -> None:
                 page_size=shape.page_size,
                 kernels=None,
                 ready_s=0.0,
+                item_tokens=100,
             )
         )
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("server", "engine")]
@@ -16,13 +18,15 @@ from lowlat.server.run import serve  # noqa: E402
 from lowlat.server.settings import ServerSettings  # noqa: E402
 
 if __name__ == "__main__":
+    # The questions of /v1/rerank and /v1/decisions take more than a hundred tokens of a byte each.
+    os.environ.setdefault("FAKE_ENGINE", '{"pages": 400, "max_context": 512}')
     config = EngineConfig(model="fake-model")
     sys.exit(
         serve(
             config,
             ServerSettings(port=0, log_format="json"),
             engine=EngineClient(config, program=PROGRAM),
-            load_text=byte_text_model,
+            load_text=partial(byte_text_model, words=("Yes", "No")),
             on_ready=lambda ready, address: print(address, flush=True),
         )
     )

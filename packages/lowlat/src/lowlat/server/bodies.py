@@ -152,9 +152,10 @@ def _refuse_unsupported(body: msgspec.Struct, prefix: str) -> None:
                 raise bad_field(f"{prefix}{name}", "this server does not support this option", code="unsupported")
         elif isinstance(value, msgspec.Struct):
             _refuse_unsupported(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+        elif isinstance(value, list) and not (value and isinstance(value[0], int)):  # token ids may be very many
             for number, item in enumerate(value):
-                _refuse_unsupported(item, f"{prefix}{name}[{number}].")
+                if isinstance(item, msgspec.Struct):
+                    _refuse_unsupported(item, f"{prefix}{name}[{number}].")
 
 
 def _same(value: Any, other: Any) -> bool:
