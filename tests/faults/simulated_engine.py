@@ -29,7 +29,6 @@ from lowlat.engine.core import EngineCore
 from lowlat.engine.process import EngineLoop
 from lowlat.engine.request import EngineStats, RequestOutput, TokenLogprobs
 
-
 VOCAB_SIZE = 262
 
 
