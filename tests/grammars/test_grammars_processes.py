@@ -53,14 +53,28 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(pool: GrammarPool):
     first = compiled(pool, Grammar.choice(["0"]))
     assert first.error is None
     assert pool.use(first.grammar) is first
-    pool.release(first)
-    pool.release(first)
+    first.release()
+    first.release()
     for n in range(1, 12):
-        pool.release(compiled(pool, Grammar.choice([str(n)])))
+        compiled(pool, Grammar.choice([str(n)])).release()
     assert first.connection is None, "the one used longest ago is gone"
     again = compiled(pool, first.grammar)
     assert again is not first
     assert again.ready
+
+
+def test_few_are_kept_after_a_crowd_and_after_aborts(pool: GrammarPool):
+    processes = [pool.use(Grammar.choice([f"crowd {n}"])) for n in range(12)]
+    until(pool, lambda: all(process.settled for process in processes))
+    assert all(process.ready for process in processes), "as many as are in use"
+    for process in processes:
+        process.release()
+    assert sum(process.connection is not None for process in processes) == 8
+    early = [pool.use(Grammar.choice([f"early {n}"])) for n in range(12)]
+    for process in early:
+        process.release()
+    until(pool, lambda: all(process.settled for process in early))
+    assert sum(process.connection is not None for process in early) == 8
 
 
 @pytest.mark.parametrize(
@@ -77,6 +91,8 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(pool: GrammarPool):
         (Grammar("regex", "(" * 11 + "a" + ")" * 11), "--grammar-depth"),
         (HOSTILE, "--grammar-seconds"),
         (Grammar.json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
+        (Grammar("ebnf", "root ::= root"), "no text fits it"),
+        (Grammar("regex", "[^\\x00-\\U0010ffff]"), "no text fits it"),
         (Grammar.json_schema({"$ref": "https://example.com/schema.json"}), "URI"),
     ],
 )
@@ -85,7 +101,7 @@ def test_what_does_not_compile_has_a_reason(pool: GrammarPool, grammar: Grammar,
     assert process.error is not None
     assert message in process.error
     assert ".cc:" not in process.error
-    pool.release(process)
+    process.release()
 
 
 def test_a_grammar_that_needs_too_much_memory_is_refused():
@@ -113,7 +129,7 @@ def test_without_the_library_the_cure_is_named(pool: GrammarPool, monkeypatch: p
 
 
 def test_the_first_process_may_end_and_is_started_again(pool: GrammarPool):
-    pool.release(compiled(pool, Grammar.choice(["a"])))
+    compiled(pool, Grammar.choice(["a"])).release()
     assert pool._parent is not None
     os.kill(pool._parent._process.pid, signal.SIGKILL)
     pool._parent._process.wait()

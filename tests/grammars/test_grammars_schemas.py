@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -38,6 +39,14 @@ from lowlat.grammars.schema import prepare_schema
         ({"type": "object", "patternProperties": {"\\n": {}}}, "$.patternProperties"),
         ({"type": 3}, "$.type"),
         ({"type": "array", "items": 3}, "$.items"),
+        ({"type": "object", "required": 5}, "$.required"),
+        ({"type": "object", "required": [{}]}, "$.required"),
+        ({"type": "object", "required": "ab"}, "$.required"),
+        ({"type": "string", "format": []}, "$.format"),
+        ({"type": [{}], "enum": [1]}, "$.type"),
+        ({"type": "integer", "const": math.inf}, "$"),
+        ({"type": "integer", "enum": [math.nan]}, "$"),
+        ({"type": "integer", "const": True}, "$"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_its_place(schema: Any, where: str):

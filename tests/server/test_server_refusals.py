@@ -175,6 +175,8 @@ def test_a_bad_chat_is_named(live, body, param):
         b'{"prompt": "a",}',
         b"\xff\xfe",
         b'{"prompt": "\xff"}',
+        b'{"prompt": "a", "guided_json": {"const": "\xff"}}',
+        b'{"prompt": "a", "user": "\xff"}',
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "\\ud800\\u0041"}',
         b'{"prompt":' + b"[" * 100_000,

@@ -338,6 +338,12 @@ def test_a_grammar_of_the_request_holds_behind_reasoning() -> None:
     for broken in (Grammar("structural_tag", "{}"), Grammar("json_schema", "{"), Grammar("json_schema", '{"not": {}}')):
         with pytest.raises(ApiError, match="f: cannot be followed"):
             behind_reasoning(broken, reading, "f")
+    for broken in ('{"type": "integer", "const": 1e400}', '{"type": "object", "required": 5}'):
+        with pytest.raises(ApiError, match="f: cannot be followed"):
+            behind_reasoning(Grammar("json_schema", broken), reading, "f")
+    for text in ("[" * 5000 + "]" * 5000, '{"items":' * 990 + "{}" + "}" * 990):
+        with pytest.raises(ApiError, match="f: "):
+            behind_reasoning(Grammar("json_schema", text), reading, "f")
     channels = Reading(AnswerFormats("harmony", "harmony"))
     with pytest.raises(ApiError, match="harmony"):
         behind_reasoning(Grammar("json_object"), channels, "f")
@@ -347,9 +353,11 @@ def test_schemas_that_cannot_be_enforced_are_refused_where_a_call_is_required(se
     body = {"messages": [{"role": "user", "content": "hello?"}], "tools": [WEATHER, tool()]}
     body["tools"][1]["function"]["parameters"] = {"properties": {"a": {"not": {}}}}
     assert server.post("/v1/chat/completions", **body).status_code == 200
-    answer = server.post("/v1/chat/completions", **body, tool_choice="required")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "tools[1].function.parameters"
+    for schema in ({"properties": {"a": {"not": {}}}}, {"required": 5}, {"properties": {"a": {"format": {}}}}):
+        body["tools"][1]["function"]["parameters"] = schema
+        answer = server.post("/v1/chat/completions", **body, tool_choice="required")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools[1].function.parameters"
     named = {"type": "function", "function": {"name": "weather"}}
     both = server.post("/v1/chat/completions", **body, tool_choice=named, response_format={"type": "json_object"})
     assert both.status_code == 400

@@ -49,7 +49,7 @@ class GrammarGate:
         found = self._requests.pop(request_id, None)
         if found is None:
             return False
-        self._pool.release(found[1])
+        found[1].release()
         self._outputs.append(RequestOutput(request_id, [], finish_reason=reason))
         return True
 
@@ -61,7 +61,7 @@ class GrammarGate:
         self._pool.poll(_NAP_S if idle else 0.0)
         for process, answer in [question for question in self._questions if question[0].settled]:
             self._questions.remove((process, answer))
-            self._pool.release(process)
+            process.release()
             answer(None if process.error is None else GrammarError(process.error))
         for request, process in [held for held in self._requests.values() if held[1].settled]:
             del self._requests[request.id]
@@ -79,7 +79,7 @@ class GrammarGate:
                 return
             except ValueError as refusal:
                 error = str(refusal)
-        self._pool.release(process)
+        process.release()
         self._outputs.append(RequestOutput(request.id, [], finish_reason=FinishReason.ERROR, error=error))
 
     def close(self) -> None:

@@ -433,7 +433,7 @@ class Scheduler:
     @staticmethod
     def _release_grammar(active: ActiveRequest) -> None:
         if active.grammar is not None:
-            active.grammar.process.users -= 1
+            active.grammar.process.release()
 
     def check(self) -> None:
         """Assert that each page and slot has one owner, and that none is free while a launched step may write it."""

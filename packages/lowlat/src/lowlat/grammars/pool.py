@@ -42,8 +42,10 @@ class GrammarLimits(msgspec.Struct, frozen=True):
 class GrammarProcess:
     """One grammar: whether it compiles, and the line to the process that follows it."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, trim: Callable[[], None]) -> None:
+        """`trim` is called when a request is done with it."""
         self.grammar = grammar
+        self._trim = trim
         self.connection: Connection | None = None
         self.ready = False
         self.error: str | None = None
@@ -59,6 +61,11 @@ class GrammarProcess:
     def settled(self) -> bool:
         """Whether it is known if the grammar compiles."""
         return self.ready or self.error is not None
+
+    def release(self) -> None:
+        """One request less."""
+        self.users -= 1
+        self._trim()
 
     def fail(self, error: str) -> None:
         """The process is of no use any more."""
@@ -89,7 +96,7 @@ class GrammarPool:
         self._parent: _Parent | None = None
 
     def use(self, grammar: Grammar) -> GrammarProcess:
-        """The process of a grammar, which may still have to compile it; `release` must follow.
+        """The process of a grammar, which may still have to compile it; its `release` must follow.
 
         Raises:
             GrammarError: XGrammar is missing, the text is too long, or too many grammars wait to be compiled.
@@ -104,16 +111,15 @@ class GrammarPool:
                 )
             if len(self._queue) >= _MOST_WAITING:
                 raise GrammarsBusyError(f"{_MOST_WAITING} grammars wait to be compiled; try again later")
-            process = GrammarProcess(grammar)
+            process = GrammarProcess(grammar, self._trim)
             self._queue.append(process)
         self._processes[grammar] = process
         process.users += 1
         self._start_waiting()
         return process
 
-    def release(self, process: GrammarProcess) -> None:
-        """One request less."""
-        process.users -= 1
+    def _trim(self) -> None:
+        """Let all but a few of the processes without requests end."""
         idle = [one for one in self._processes.values() if not one.users and one.settled]
         for old in idle[: max(0, len(idle) - _KEEP)]:
             del self._processes[old.grammar]
@@ -130,6 +136,7 @@ class GrammarPool:
         for process in [one for one in self._starting if now > one.deadline]:
             process.fail(self._too_long())
             self._starting.remove(process)
+        self._trim()
         self._start_waiting()
 
     def _too_long(self) -> str:

@@ -89,10 +89,12 @@ def _check_keywords(where: str, part: dict[str, Any]) -> None:
         raise GrammarError(f"{where}.{beside[0]}: keywords beside $ref cannot be enforced; move them into its target")
     _check_type(where, part)
     format = part.get("format")
-    if format is not None and format not in _FORMATS:
+    if format is not None and not (isinstance(format, str) and format in _FORMATS):
         raise GrammarError(f"{where}.format: {format!r} is not known; known: {', '.join(sorted(_FORMATS))}")
-    named = part.get("properties", {})
-    for name in part.get("required", []):
+    named, required = part.get("properties", {}), part.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise GrammarError(f"{where}.required: a list of names of properties")
+    for name in required:
         if isinstance(named, dict) and name not in named:
             raise GrammarError(f"{where}.required: {name!r} is not among the properties; describe it there")
     combined = [key for key in ("anyOf", "oneOf", "allOf", "enum", "const") if key in part]
@@ -148,7 +150,7 @@ def _check_type(where: str, part: dict[str, Any]) -> None:
         for key in part.keys() & _NEEDS_TYPE.keys():
             raise GrammarError(f"{where}.{key}: needs a type beside it: {' or '.join(_NEEDS_TYPE[key])}")
         return
-    if not isinstance(types, list):
+    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         raise GrammarError(f"{where}.type: a name or a list of names")
     values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
     for value in values:
@@ -156,9 +158,9 @@ def _check_type(where: str, part: dict[str, Any]) -> None:
             raise GrammarError(f"{where}: the value {value!r} is not of the type {given!r}")
 
 
-def _is_a(value: Any, name: Any) -> bool:
+def _is_a(value: Any, name: str) -> bool:
     if name == "integer":
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value)
+        return value.is_integer() if isinstance(value, float) else type(value) is int
     if isinstance(value, bool) and name == "number":
         return False
     return isinstance(value, _TYPES.get(name, ()))

@@ -109,13 +109,15 @@ class GrammarServer:
         self._probe()
 
     def _probe(self) -> None:
-        """Follow a few random answers."""
+        """Follow a few random answers. Raises `GrammarError` where there is none."""
         choose = random.Random(0)
         for _ in range(2):
             matcher = self._matcher([], [])
-            for _ in range(_PROBE_TOKENS):
+            for place in range(_PROBE_TOKENS):
                 signal.setitimer(signal.ITIMER_PROF, STEP_S)
                 allowed = np.flatnonzero(np.unpackbits(self._fill(matcher, 0), bitorder="little"))
+                if not len(allowed) and place == 0 and not matcher.is_completed():
+                    raise GrammarError("no text fits it that this model's tokens can write")
                 if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed))):
                     break
 

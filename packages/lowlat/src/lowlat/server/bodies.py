@@ -65,6 +65,7 @@ def decode_struct(data: bytes, form: type[Form]) -> Form:
         ApiError: 400; `param` is the field, such as `temperature` or `messages[0].content`.
     """
     try:
+        data.decode()  # not all fields are looked into here
         body: Form = _decoder(form).decode(data)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None

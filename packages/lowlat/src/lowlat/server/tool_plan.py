@@ -62,10 +62,12 @@ def behind_reasoning(grammar: Grammar, reading: Reading, field: str) -> Grammar:
         format = format_of(grammar.kind, grammar.text)
         if grammar.kind == "json_schema":
             prepare_schema(copy.deepcopy(format["json_schema"]))
+        tag = {"type": "structural_tag", "format": after_reasoning(format, reasoning, reading.opened)}
+        return Grammar("structural_tag", msgspec.json.encode(tag).decode())
     except (ValueError, KeyError, TypeError) as error:
         raise bad_field(field, f"cannot be followed: {error}", code="invalid_grammar") from None
-    tag = {"type": "structural_tag", "format": after_reasoning(format, reasoning, reading.opened)}
-    return Grammar("structural_tag", msgspec.json.encode(tag).decode())
+    except RecursionError:
+        raise bad_field(field, "is nested too deeply", code="invalid_grammar") from None
 
 
 def reading_of(prompt_ids: list[int], tools: OfferedTools, text: TextModel) -> Reading | None:
