@@ -335,3 +335,13 @@ def test_a_pool_too_small_to_check_is_a_reason():
     low = installed(host=ReferenceHost(zoo_case(), pages=3))
     assert low.state is State.FAILED
     assert "too few" in str(low.report().reasons[0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"), [(Policy.AUTO, "none is installed, the general path"), (Policy.OFF, "--low-latency is off")]
+)
+def test_the_report_says_why_nothing_is_active(policy, words):
+    low = LowLatency(ReferenceHost(zoo_case()), Registry(), policy)
+    low.choose()
+    (line,) = low.report().lines()
+    assert line.startswith(f"no kernel library is active: {words}")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -335,3 +336,14 @@ def test_sigterm_finishes_streams_and_a_second_start_is_quick():
     assert server.end(None) == 0
     engine = server.event("engine ready")["engine_pid"]
     assert not Path(f"/proc/{engine}").exists()
+
+
+def test_the_label_ids_of_the_documented_score_are_yes_and_no(served):
+    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    body = json.loads(re.search(r"curl localhost:8000/v1/score -d '(.*)'$", text, re.MULTILINE)[1])
+    headers = {"Authorization": "Bearer test-key"}
+    words = [
+        httpx.post(served.url + "/v1/detokenize", json={"tokens": [label]}, headers=headers).json()["prompt"]
+        for label in body["label_token_ids"]
+    ]
+    assert words == [" yes", " no"]

@@ -315,8 +315,63 @@ def test_a_template_that_refuses_the_messages_is_a_400():
         assert "roles must alternate" in refuse(live, "/v1/chat/completions", {"messages": USER})["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "bot", "content": "hi"}]},
+            "messages[0].role",
+            "'bot' is not one of 'assistant', 'developer', 'system', 'tool', 'user'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "'image_url' is not one of 'text'",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "regex"}},
+            "response_format.type",
+            "'regex' is not one of 'json_object', 'json_schema', 'structural_tag', 'text'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "tool_choice": "any"},
+            "tool_choice",
+            "'any' is not one of 'auto', 'none', 'required'",
+        ),
+        ("/v1/responses", {"input": [{"type": "image"}]}, "input[0].type", "'image' is not one of 'function_call', "),
+        (
+            "/v1/messages",
+            {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "all"}},
+            "tool_choice.type",
+            "'any'",
+        ),
+        ("/v1/score", {"items": [], "label_token_ids": [1], "mode": "x' is `y"}, "mode", "one of 'auto', 'mis', 'sis'"),
+    ],
+)
+def test_a_word_that_a_field_does_not_know_is_answered_with_those_it_knows(live, path, body, param, message):
+    error = refuse(live, path, body)
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_refusals_do_not_repeat_long_words(live):
+    long = "x" * 100_000
+    role = refuse(live, "/v1/chat/completions", {"messages": [{"role": long, "content": "hi"}]})
+    assert role["param"] == "messages[0].role"
+    assert "'user'" in role["message"]
+    field = refuse(live, "/v1/completions", {"prompt": "a", long: 1})
+    assert field["code"] == "unknown_field"
+    assert max(len(error["message"]) for error in (role, field)) < 200
+
+
 def test_unknown_paths_and_methods_have_the_error_form(live):
-    assert live.http.get("/v1/nothing").json()["error"]["message"] == "there is nothing at /v1/nothing"
+    nothing = live.http.get("/v1/nothing").json()["error"]["message"]
+    assert nothing == "there is nothing at /v1/nothing; GET /openapi.json names every route"
+    assert "/v1/completions" in live.http.get("/openapi.json").json()["paths"]
     wrong = live.http.get("/v1/completions")
     assert wrong.status_code == 405
     assert "not allowed" in wrong.json()["error"]["message"]

@@ -32,7 +32,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def lines(self) -> list[str]:
         """For people: one line for the verdict, then every candidate, failure and measurement."""
-        verdict = f"{self.kernels}: {self.state}" if self.kernels else "no kernel library is active"
+        idle = "no kernel library is active"
+        if self.policy == "off":
+            idle += ": --low-latency is off"
+        elif not (self.candidates or self.failures or self.reasons):
+            idle += ": none is installed, the general path computes every step"
+        verdict = f"{self.kernels}: {self.state}" if self.kernels else idle
         out = [verdict + ("" if self.on else ", switched off")]
         if self.covered:
             out.append("  covers " + ", ".join(self.covered))

@@ -44,7 +44,9 @@ def train_draft(
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=8, help="Length of answers.")] = 128,
     temperature: Annotated[
         list[float] | None,
-        typer.Option("--temperature", "-t", min=0, max=2, help="Of writing; may be repeated."),
+        typer.Option(
+            "--temperature", "-t", min=0, max=2, help="Of writing; may be repeated. Default: 0 and 0.8 in turn."
+        ),
     ] = None,
     block_size: Annotated[int, typer.Option("--block-size", min=2, max=64, help="Rows of a block.")] = 6,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Layers of the draft.")] = 2,

@@ -35,7 +35,9 @@ def spec_width(config: EngineConfig, model: Model, draft: Draft | None) -> int:
     if config.spec == "draft":
         block = model.draft_block if isinstance(model, DraftingModel) else 0
         if not block:
-            raise SetupError(f"{config.model} has no draft of its own; use --spec ngram or off")
+            raise SetupError(
+                f"{config.model} has no draft of its own; use --spec ngram, off, or one that takes --draft"
+            )
         width = min(width, 1 + block)
     elif draft is not None:
         width = min(width, 1 + draft.proposals)

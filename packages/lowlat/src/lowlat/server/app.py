@@ -97,7 +97,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What the framework itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     words = {
-        404: f"there is nothing at {request.url.path[:200]}",
+        404: f"there is nothing at {request.url.path[:200]}; GET /openapi.json names every route",
         405: f"{request.method} is not allowed at {request.url.path[:200]}",
     }
     found = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))

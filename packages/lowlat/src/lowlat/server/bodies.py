@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from lowlat.server.errors import ApiError, bad_field
+from lowlat.server.field_values import allowed_words
 from lowlat.server.requests import ChatRequest, CompletionRequest
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -20,6 +21,8 @@ Form = TypeVar("Form", bound=msgspec.Struct)
 _WHERE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>.*?)`")
 _MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
+_OTHER_WORD = re.compile(r"Invalid enum value (?P<quote>['\"])(?P<value>.*)(?P=quote)", re.DOTALL)
+_SHOWN = 64  # characters of what the client sent
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
@@ -68,7 +71,7 @@ def decode_struct(data: bytes, form: type[Form]) -> Form:
         data.decode()  # not all fields are looked into here
         body: Form = _decoder(form).decode(data)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(form, str(error)) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -94,15 +97,19 @@ def _decoder(form: type[Any]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(form)
 
 
-def _explain(text: str) -> ApiError:
+def _explain(form: type[msgspec.Struct], text: str) -> ApiError:
     where = _WHERE.search(text)
     # `[...]` stands for a key that msgspec does not name.
     path = where["path"].replace("[...]", "") if where else ""
     message = _WHERE.sub("", text)
     for pattern, words in ((_UNKNOWN, "is not a field of this request"), (_MISSING, "is required")):
         if found := pattern.search(message):
-            name = f"{path}.{found['name']}" if path else found["name"]
+            name = found["name"][:_SHOWN]
+            name = f"{path}.{name}" if path else name
             return bad_field(name, words, code="unknown_field" if pattern is _UNKNOWN else "missing_field")
+    if (other := _OTHER_WORD.fullmatch(message)) and (words := allowed_words(form, path)):
+        shown = other["quote"] + other["value"][:_SHOWN] + other["quote"]
+        return bad_field(path, f"{shown} is not one of {', '.join(map(repr, words))}")
     message = message.replace("`", "")
     message = message[:1].lower() + message[1:]
     return bad_field(path, message) if path else ApiError(400, f"the body is not as expected: {message}")

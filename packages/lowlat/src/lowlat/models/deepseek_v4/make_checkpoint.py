@@ -158,9 +158,9 @@ def _write_tokenizer(path: Path, config: DeepseekConfig, tokenizer: Path | None)
 def main(arguments: list[str] | None = None) -> int:
     """Command line entry: returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="make-checkpoint",
+        prog="lowlat make-checkpoint",
         description="Write a random DeepSeek-V4 or V4.1 checkpoint in the published format, for tests and benchmarks. "
-        "tiny-v41 takes a second and 9 MB; v41-flash needs 510 GB.",
+        "tiny-v41 takes seconds and 9 MB; v41-flash needs 510 GB.",
     )
     parser.add_argument("path", type=Path, help="folder to write; must be new or empty")
     parser.add_argument("--config", default="tiny-v41", help=f"one of {', '.join(preset_names())}, or a config.json")
