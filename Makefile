@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2
 SERVE ?=
+TEST_PROCESSES ?= 2
 
 # The PyTorch build follows the machine; override it whole, for example: make serve TORCH="torch==2.12.0".
 TORCH ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu)
@@ -30,7 +31,7 @@ serve: $(VENV)/.serve
 install: $(VENV)/.serve
 
 test: $(VENV)/.test lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests -m "not slow"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests -m "not slow" -n $(TEST_PROCESSES) --dist loadfile --durations 15
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check packages examples tests benchmarks
