@@ -107,9 +107,9 @@ def _explain(form: type[msgspec.Struct], text: str) -> ApiError:
             name = found["name"][:_SHOWN]
             name = f"{path}.{name}" if path else name
             return bad_field(name, words, code="unknown_field" if pattern is _UNKNOWN else "missing_field")
-    if (other := _OTHER_WORD.fullmatch(message)) and (words := allowed_words(form, path)):
+    if (other := _OTHER_WORD.fullmatch(message)) and (known := allowed_words(form, path)):
         shown = other["quote"] + other["value"][:_SHOWN] + other["quote"]
-        return bad_field(path, f"{shown} is not one of {', '.join(map(repr, words))}")
+        return bad_field(path, f"{shown} is not one of {', '.join(map(repr, known))}")
     message = message.replace("`", "")
     message = message[:1].lower() + message[1:]
     return bad_field(path, message) if path else ApiError(400, f"the body is not as expected: {message}")
