@@ -124,7 +124,7 @@ def main() -> None:
         engine.close()
     for row in result.rows:
         print(
-            f"{row.arm:11} {row.note:28} {row.metric:18} {row.median:7.2f} ({row.low:.2f} to {row.high:.2f}) "
+            f"{row.arm:20} {row.workload:26} {row.metric:18} {row.median:7.2f} ({row.low:.2f} to {row.high:.2f}) "
             f"{dict(row.details) or ''}"
         )
     if arguments.save:
@@ -136,11 +136,12 @@ def rows_of(
 ) -> list[results.Row]:
     """Speed of both, their ratio, and tokens a step."""
     rows = []
-    fields = {"arm": path, "details": {"temperature": temperature}, **shape}
-    for what, of in (("plain", plain), (spec, guessing)):
+    guessing_arm = f"{path} + {spec}"
+    fields = {"arm": guessing_arm, "details": {"temperature": temperature}, **shape}
+    fields["workload"] = f"{shape['workload']}, temperature {temperature:g}"
+    for arm, of in ((path, plain), (guessing_arm, guessing)):
         speeds = [sample.speed for sample in of]
-        note = f"{what} at temperature {temperature:g}"
-        rows.append(results.row_from_samples(speeds, metric="tokens_per_s_user", note=note, **fields))
+        rows.append(results.row_from_samples(speeds, metric="tokens_per_s_user", **fields | {"arm": arm}))
     pairs = [([a.seconds], [b.seconds]) for a, b in zip(plain, guessing, strict=True)]
     ratio = stats.ratio_interval([a for a, _ in pairs], [b for _, b in pairs], statistic=sum)
     cpu = sum(sample.cpu_seconds for sample in plain) / sum(sample.cpu_seconds for sample in guessing)
@@ -151,7 +152,7 @@ def rows_of(
         "same_answers": same,
         "answers": len(plain),
     }
-    note = f"{spec} over plain at temperature {temperature:g}"
+    note = f"over {path}; ratio of all sessions' seconds"
     rows.append(results.row_from_interval(ratio, metric="speedup", note=note, **fields | {"details": details}))
     total = {name: sum(getattr(sample.stats, name) for sample in guessing) for name in _COUNTERS}
     lengths = [sample.stats.decode_tokens / sample.stats.decode_rows for sample in guessing]
@@ -164,7 +165,7 @@ def rows_of(
         "accepted": total["accepted_tokens"],
         "steps": total["decode_rows"],
     }
-    note = f"{spec} at temperature {temperature:g}"
+    note = "mean of the sessions' tokens a step"
     rows.append(results.row_from_interval(interval, metric="accept_length", note=note, **fields | {"details": details}))
     return rows
 
