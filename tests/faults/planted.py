@@ -24,7 +24,9 @@ def _plant(fault: str, what: str, file: str, old: str, new: str, *tests: str) ->
 
 
 _ANSWERS = "faults/test_faults_answers.py::"
+_GRAMMARS = "faults/test_faults_grammars.py::"
 _SCHEDULE = "faults/test_faults_schedule.py::"
+_TOOLS = "faults/test_faults_tools.py::"
 
 PLANTS = (
     _plant(
@@ -109,6 +111,14 @@ PLANTS = (
         f"{_ANSWERS}test_a14_infinity_never_reaches_json",
     ),
     _plant(
+        "A14",
+        "masks of a grammar reach the log-probabilities",
+        "engine/logit_rules.py",
+        "logits_V = logits_V.clone()",
+        "pass",
+        f"{_GRAMMARS}test_a14_what_a_grammar_masks_has_the_models_own_log_probability",
+    ),
+    _plant(
         "A15",
         "a token is sampled although none was asked for",
         "engine/scheduler.py",
@@ -157,12 +167,78 @@ PLANTS = (
         "speculative/test_speculative_ngram.py::test_a_burst_is_what_single_rows_would_choose",
     ),
     _plant(
+        "A24",
+        "the grammar is off behind an accepted guess",
+        "engine/sampler.py",
+        "position + len(burst), rule)",
+        "position + len(burst), None if burst and setting.grammar else rule)",
+        f"{_GRAMMARS}test_a24_the_grammar_holds_from_the_end_of_reasoning_on_within_a_burst",
+    ),
+    _plant(
+        "A24",
+        "what follows reasoning is free",
+        "text/tool_calls/grammars.py",
+        "return _sequence(thought if opened else _optional(thought), answer)",
+        'return _sequence(thought if opened else _optional(thought), _regex(r"[\\s\\S]*"))',
+        f"{_GRAMMARS}test_a24_the_grammar_holds_from_the_end_of_reasoning_on_within_a_burst",
+    ),
+    _plant(
         "A26",
         "fields that are not supported are taken and ignored",
         "server/bodies.py",
         '_refuse_unsupported(body, "")',
         "pass",
         "server/test_server_refusals.py::test_a_bad_field_of_a_completion_is_named",
+    ),
+    _plant(
+        "A26",
+        "a bad grammar raises inside the engine's loop",
+        "engine/grammar_gate.py",
+        "answer(None if process.error is None else GrammarError(process.error))",
+        "assert process.error is None",
+        f"{_GRAMMARS}test_a26_a_bad_grammar_is_its_own_callers_trouble_alone",
+    ),
+    _plant(
+        "A26",
+        "steps wait while a grammar compiles",
+        "engine/grammar_gate.py",
+        "self._pool.poll(_NAP_S if idle else 0.0)",
+        "while self._pool.poll(_NAP_S) or any(not question[0].settled for question in self._questions): pass",
+        "server/test_server_grammars.py::test_catastrophes_are_refused_while_a_stream_goes_on",
+    ),
+    _plant(
+        "A28",
+        "arguments are those of the last piece alone",
+        "text/tool_calls/source.py",
+        "count = scanner.feed(source.rest)\n        pieces.append(source.take(count))",
+        "count = scanner.feed(source.rest)\n        pieces[:] = [source.take(count)]",
+        f"{_TOOLS}test_a28_arguments_are_whole_however_coarse_the_pieces_are",
+        f"{_TOOLS}test_a28_two_pieces_cut_at_every_byte",
+    ),
+    _plant(
+        "A28",
+        "a stream has names without arguments",
+        "server/chat_writer.py",
+        "function=FunctionDelta(arguments=part.arguments)",
+        'function=FunctionDelta(arguments="")',
+        f"{_TOOLS}test_a28_arguments_are_whole_however_coarse_the_pieces_are",
+    ),
+    _plant(
+        "A29",
+        "reasoning does not wait for a tag that is cut",
+        "text/tool_calls/think.py",
+        "count = at if at >= 0 else len(rest) - (0 if source.ended else held_end(rest, (CLOSE,)))",
+        "count = at if at >= 0 else len(rest)",
+        f"{_TOOLS}test_a29_a_tag_cut_at_any_two_bytes_lands_nowhere",
+        "text/test_text_tool_calls.py::test_reasoning_is_split_at_every_cut",
+    ),
+    _plant(
+        "A29",
+        "reasoning is held until it has ended",
+        "text/tool_calls/think.py",
+        "count = at if at >= 0 else len(rest) - (0 if source.ended else held_end(rest, (CLOSE,)))",
+        "count = at if at >= 0 else len(rest) if source.ended else 0",
+        f"{_TOOLS}test_a29_reasoning_waits_no_longer_than_it_may_be_the_tag",
     ),
     _plant(
         "A30",

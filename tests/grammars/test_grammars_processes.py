@@ -19,7 +19,9 @@ from lowlat.grammars import pool as pools
 from lowlat.grammars.grammar import GrammarError, GrammarsBusyError
 from lowlat.grammars.matcher import GrammarLine, Matcher
 from lowlat.grammars.pool import GrammarLimits, GrammarPool, GrammarProcess
+from lowlat.server.tool_plan import behind_reasoning
 from lowlat.text.tokenizer import Tokenizer
+from lowlat.text.tool_calls.formats import AnswerFormats, Reading
 
 LIMITS = GrammarLimits(seconds=2.0, memory_mib=256, max_bytes=5000, max_depth=10)
 HOSTILE = Grammar("regex", "((([a-z]{1,50}){1,50}){1,50}){1,50}")
@@ -208,3 +210,12 @@ def test_answers_of_several_requests_of_a_grammar_are_told_apart(pool: GrammarPo
     replaced.advance(5)
     assert replaced.allowed(VOCABULARY) is None
     assert len(process.early) <= 1
+
+
+def test_between_reasoning_and_answer_is_white_space_of_json_alone(pool: GrammarPool):
+    """Not the byte order mark and its like, which no JSON parser takes."""
+    reading = Reading(AnswerFormats("hermes", "think"), opened=True)
+    process = compiled(pool, behind_reasoning(Grammar.choice(["Rome"]), reading, "response_format"))
+    allowed = Matcher(GrammarLine(process, (EOS,), ()), 0, tuple(b"x</think>")).allowed(VOCABULARY)
+    assert allowed is not None
+    assert set(allowed.nonzero().flatten().tolist()) == set(b"\t\n\r R")

@@ -2,7 +2,8 @@
 
 The script is JSON in the environment variable FAKE_ENGINE (see `Script`). A request is answered with the script's
 `reply` and an end of sequence, or, without one, with its own prompt again and again. A request may bring a script of
-its own, as JSON in its cache salt: its reply, burst and number of cached tokens then count for it alone.
+its own, as JSON in its cache salt: its reply, burst and number of cached tokens then count for it alone; without a
+reply, the engine's `answers` do.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class FakeRequest:
         self.request = request
         salt = request.cache_salt
         self.script = msgspec.json.decode(salt, type=Script) if salt.startswith("{") else script
-        if self.script.answers:
+        answers = script.answers if self.script.reply is None else []
+        if answers:
             prompt = bytes(id for id in request.prompt_ids if id < 256).decode("utf-8", "replace")
-            _, text = max(self.script.answers, key=lambda answer: prompt.rfind(answer[0]))
+            _, text = max(answers, key=lambda answer: prompt.rfind(answer[0]))
             self.script = msgspec.structs.replace(self.script, reply=list(text.encode()))
         self.made = 0
         self.queue_s: float | None = None

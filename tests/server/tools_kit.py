@@ -43,11 +43,16 @@ TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
 
 
 @contextlib.contextmanager
-def tool_server(formats: AnswerFormats | None = None, template: str = TEMPLATE, **settings: Any) -> Iterator[Live]:
-    """A server that answers by the last of `ANSWERS` whose words are in the prompt, three tokens a step."""
+def tool_server(
+    formats: AnswerFormats | None = None,
+    template: str = TEMPLATE,
+    answers: list[tuple[str, str]] = ANSWERS,
+    **settings: Any,
+) -> Iterator[Live]:
+    """A server that answers by the last of `answers` whose words are in the prompt, three tokens a step."""
     text = msgspec.structs.replace(
         byte_text_model(template=template), formats=formats or AnswerFormats("hermes", "think")
     )
-    script = {"answers": ANSWERS, "burst": 3, "step_s": 0.0, "max_context": 20_000}
+    script = {"answers": answers, "burst": 3, "step_s": 0.0, "max_context": 20_000}
     with live_server(script, text=text, **settings) as server:
         yield server

@@ -43,8 +43,9 @@ def calls_grammar(
 def after_reasoning(answer: Format, reasoning: str | None, opened: bool) -> Format:
     """The same format after reasoning, which is free text: the model may think, or must end what the prompt began."""
     if reasoning == "think":
+        # White space of JSON alone: a regex's \s has more, such as the byte order mark, and that breaks a JSON answer.
         thought = _sequence(
-            _tag("" if opened else OPEN, {"type": "any_text", "excludes": [CLOSE]}, CLOSE), _regex(r"\s{0,8}")
+            _tag("" if opened else OPEN, {"type": "any_text", "excludes": [CLOSE]}, CLOSE), _regex(r"[ \t\r\n]{0,8}")
         )
         return _sequence(thought if opened else _optional(thought), answer)
     if reasoning == "harmony":
