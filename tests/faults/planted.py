@@ -73,8 +73,8 @@ PLANTS = (
     _plant(
         "A10",
         "the first token of a burst alone has a log-probability",
-        "engine/scheduler.py",
-        "entries = result.logprobs[first : first + len(output.token_ids)]",
+        "engine/answer.py",
+        "entries = result.logprobs[first : first + len(new)]",
         "entries = result.logprobs[first : first + 1]",
         f"{_ANSWERS}test_a10_every_token_has_its_log_probability",
     ),
@@ -121,7 +121,7 @@ PLANTS = (
     _plant(
         "A15",
         "a token is sampled although none was asked for",
-        "engine/scheduler.py",
+        "engine/step_writer.py",
         "sample = end == active.prefill_end and sampling.max_tokens > 0",
         "sample = end == active.prefill_end",
         f"{_ANSWERS}test_a15_scoring_calls_hold_the_prompt_and_no_token_more",
