@@ -138,6 +138,24 @@ def test_the_first_process_may_end_and_is_started_again(pool: GrammarPool):
     assert compiled(pool, Grammar.choice(["b"])).ready
 
 
+def test_a_process_that_was_killed_while_nobody_used_it_is_started_again(pool: GrammarPool):
+    grammar = Grammar.choice(["a", "b"])
+    first = compiled(pool, grammar)
+    first.release()
+    assert not first.gone
+    assert pool.use(grammar) is first
+    first.release()
+    assert pool._parent is not None
+    parent = pool._parent._process.pid
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        os.kill(int(child), signal.SIGKILL)
+    until(pool, lambda: first.gone)
+    again = compiled(pool, grammar)
+    assert again is not first
+    assert again.ready
+    again.release()
+
+
 def test_a_hostile_grammar_holds_up_no_other(pool: GrammarPool):
     hostile, plain = pool.use(HOSTILE), pool.use(Grammar.choice(["a"]))
     until(pool, lambda: plain.settled)

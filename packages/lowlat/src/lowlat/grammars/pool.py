@@ -62,6 +62,19 @@ class GrammarProcess:
         """Whether it is known if the grammar compiles."""
         return self.ready or self.error is not None
 
+    @property
+    def gone(self) -> bool:
+        """Whether the process of a compiled grammar has ended, as one may that nobody uses: by a kill, for example."""
+        if not self.ready or self.connection is None:
+            return False
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as line:
+            try:
+                return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+
     def release(self) -> None:
         """One request less."""
         self.users -= 1
@@ -102,6 +115,8 @@ class GrammarPool:
             GrammarError: XGrammar is missing, the text is too long, or too many grammars wait to be compiled.
         """
         process = self._processes.pop(grammar, None)
+        if process is not None and not process.users and process.gone:
+            process.fail("its process ended")
         if process is None or (process.error is not None and not process.users):
             check_installed()
             size = len(grammar.text.encode())
