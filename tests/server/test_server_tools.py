@@ -363,6 +363,27 @@ def test_schemas_that_cannot_be_enforced_are_refused_where_a_call_is_required(se
     assert both.status_code == 400
 
 
+def nest(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def past_call(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": json.dumps(arguments)}}],
+    }
+
+
+def test_values_as_deep_as_allowed_go_through_a_template(server: Live) -> None:
+    messages = [{"role": "user", "content": "q"}, past_call(nest(128))]
+    for fields in ({}, {"chat_template_kwargs": {"a": nest(128)}}):
+        answer = server.post("/v1/chat/completions", messages=messages, max_tokens=3, **fields)
+        assert answer.status_code == 200, answer.text
+
+
 DEEP: dict[str, Any] = {}
 for _ in range(40):
     DEEP = {"properties": {"a": DEEP}}
@@ -398,6 +419,10 @@ def past(arguments: str = "{}") -> dict[str, Any]:
         ({"tools": [tool()], "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
+        ({"chat_template_kwargs": {"a": nest(129)}}, "chat_template_kwargs.a"),
+        ({"chat_template_kwargs": {"a": nest(700)}}, "chat_template_kwargs.a"),
+        ({"messages": [past_call(nest(129))]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [past_call(nest(700))]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),

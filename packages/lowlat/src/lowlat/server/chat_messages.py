@@ -9,12 +9,15 @@ import msgspec
 
 from lowlat.server.errors import bad_field
 from lowlat.server.requests import Message
-from lowlat.server.tool_requests import FunctionTool, OfferedTools
+from lowlat.server.tool_requests import FunctionTool, OfferedTools, deeper_than
 from lowlat.text.chat import ChatTemplate
 from lowlat.text.chat_request import Chat
 from lowlat.text.tool_calls.parts import MalformedError, arguments_text, parse_json
 
+MAX_DEPTH = 128
+"""Levels of a value that goes through a template, whose own code looks into it level by level."""
 _RESERVED = ("messages", "tools", "add_generation_prompt", "documents")
+_TOO_DEEP = f"is nested deeper than {MAX_DEPTH} levels"
 
 
 def chat_of(
@@ -28,9 +31,11 @@ def chat_of(
     Raises:
         ApiError: 400; see `template_messages`, and variables that have a meaning of their own.
     """
-    for name in variables or {}:
+    for name, value in (variables or {}).items():
         if name in _RESERVED or name.endswith("_token"):
             raise bad_field(f"chat_template_kwargs.{name}", "is set by the server")
+        if deeper_than(value, MAX_DEPTH):
+            raise bad_field(f"chat_template_kwargs.{name}", _TOO_DEEP)
     return Chat(
         messages=template_messages(messages),
         tools=template_tools(tools.functions),
@@ -100,6 +105,8 @@ def _arguments(text: str, where: str) -> Any:
         arguments_text(arguments)  # nothing that JSON cannot hold
     except MalformedError:
         raise bad_field(f"{where}.function.arguments", "is not the text of a JSON object") from None
+    if deeper_than(arguments, MAX_DEPTH):
+        raise bad_field(f"{where}.function.arguments", _TOO_DEEP)
     return arguments
 
 

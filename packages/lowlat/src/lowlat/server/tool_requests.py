@@ -112,7 +112,7 @@ def _schema(function: FunctionTool, where: str) -> dict[str, Any]:
         raise bad_field(f"{where}.function.parameters.type", f"must be 'object', got {str(kind)[:64]!r}")
     if not isinstance(schema.get("properties", {}), dict):
         raise bad_field(f"{where}.function.parameters.properties", "must be an object")
-    if _deeper_than(schema, MAX_SCHEMA_DEPTH):
+    if deeper_than(schema, MAX_SCHEMA_DEPTH):
         raise bad_field(f"{where}.function.parameters", f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     return {"type": "object", "properties": {}, **schema}
 
@@ -132,11 +132,12 @@ def _check_size(functions: list[FunctionTool], where: str) -> None:
         raise bad_field(where, f"are {total} bytes of JSON together; at most {MAX_TOOLS_BYTES}")
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether a JSON value has more than `levels` levels of objects and lists."""
     if isinstance(value, dict):
-        return levels == 0 or any(_deeper_than(item, levels - 1) for item in value.values())
+        return levels == 0 or any(deeper_than(item, levels - 1) for item in value.values())
     if isinstance(value, list):
-        return levels == 0 or any(_deeper_than(item, levels - 1) for item in value)
+        return levels == 0 or any(deeper_than(item, levels - 1) for item in value)
     return False
 
 
