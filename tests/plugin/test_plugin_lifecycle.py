@@ -15,6 +15,7 @@ from lowlat_plugin import (
     Policy,
     Refused,
     Registry,
+    Requirements,
     Shape,
     State,
     StepFailed,
@@ -345,3 +346,20 @@ def test_the_report_says_why_nothing_is_active(policy, words):
     low.choose()
     (line,) = low.report().lines()
     assert line.startswith(f"no kernel library is active: {words}")
+
+
+def test_the_log_says_why_the_nearest_library_was_refused(caplog):
+    registry = Registry()
+    other = Requirements(dtypes=frozenset({"float64"}))
+    registry.register(zoo_spec(name="elsewhere", architectures=frozenset({"Other"})), "zoo")
+    registry.register(zoo_spec(name="far", requires=other, devices={}), "zoo")
+    registry.register(zoo_spec(name="near", requires=other), "zoo")
+    with caplog.at_level("INFO"):
+        low = LowLatency(ReferenceHost(zoo_case()), registry)
+        low.choose()
+    elsewhere, far, near = low.report().candidates
+    assert [len(one.reasons) for one in (elsewhere, far, near)] == [1, 2, 1]
+    (line,) = [record.getMessage() for record in caplog.records if "kernel libraries fits" in record.getMessage()]
+    assert line.startswith("none of 3 ")
+    assert line.endswith(f"nearest is zoo/near: {near.reasons[0]}")
+    assert far.why_not() == f"zoo/far: {far.reasons[0]} and 1 more (lowlat plugins doctor shows all)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,10 @@ def test_sessions_are_split_and_put_into_chats(tmp_path: Path):
         assert "fill the line" in text
     with pytest.raises(TextError, match="fewer --prompt-tokens"):
         Prompts(texts.held_out, tokenizer, checkpoint.chat(tokenizer), 500, seed=1)
+    with pytest.raises(TextError, match="the chat template") as short:
+        Prompts(texts.held_out, tokenizer, checkpoint.chat(tokenizer), 9, seed=1)
+    least = int(re.search(r"--prompt-tokens (\d+) or more", str(short.value))[1])
+    assert len(next(iter(Prompts(texts.held_out, tokenizer, checkpoint.chat(tokenizer), least, seed=1)))) == least
     (tmp_path / "a" / "s0.jsonl").write_text('{"input": 3}')
     with pytest.raises(TextError, match=r"s0.jsonl:1: no turn"):
         conversations(tmp_path / "a" / "s0.jsonl")

@@ -104,7 +104,13 @@ class LowLatency:
         else:
             facts = self.host.facts
             if self._tried:
-                log.info("none of %d kernel libraries fits %s on %s", len(self._tried), facts.architecture, facts.isa)
+                log.info(
+                    "none of %d kernel libraries fits %s on %s; nearest is %s",
+                    len(self._tried),
+                    facts.architecture,
+                    facts.isa,
+                    min(self._tried, key=CandidateReport.distance).why_not(),
+                )
             else:
                 log.info("no kernel library is installed: the general path computes every step")
 

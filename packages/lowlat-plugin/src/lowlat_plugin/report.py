@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lowlat_plugin.reasons import Reason
+from lowlat_plugin.reasons import Code, Reason
 from lowlat_plugin.registry import Failure
 from lowlat_plugin.shadow import ShapeResult
 
@@ -15,6 +15,17 @@ class CandidateReport(msgspec.Struct, frozen=True):
     key: str
     version: str
     reasons: tuple[Reason, ...] = ()
+
+    def distance(self) -> tuple[bool, int]:
+        """Orders refused candidates, the nearest first. One for another vendor or model is asked nothing else."""
+        elsewhere = any(reason.code in (Code.VENDOR, Code.ARCHITECTURE) for reason in self.reasons)
+        return elsewhere, len(self.reasons)
+
+    def why_not(self) -> str:
+        """One line for a log: the first reason, and how many there are beside it."""
+        more = len(self.reasons) - 1
+        first = "; ".join(map(str, self.reasons[:1]))
+        return f"{self.key}: {first}" + (f" and {more} more (lowlat plugins doctor shows all)" if more > 0 else "")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

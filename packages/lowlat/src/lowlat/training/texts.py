@@ -81,7 +81,11 @@ class Prompts:
         before, after = _frame(tokenizer, chat)
         self._chat_room = length - len(before) - len(after)
         if chat is not None and self._chat_room < 8:
-            raise TextError(f"prompts of {length} tokens leave no room in the chat template: use more --prompt-tokens")
+            frame = length - self._chat_room
+            raise TextError(
+                f"prompts of {length} tokens leave no room in the chat template, which takes {frame} itself: "
+                f"use --prompt-tokens {frame + 8} or more"
+            )
         self._frame = (before, after)
         self._sessions: list[list[list[int]]] = []
         self._texts: list[list[int]] = []
