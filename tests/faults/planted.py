@@ -25,6 +25,7 @@ def _plant(fault: str, what: str, file: str, old: str, new: str, *tests: str) ->
 
 _ANSWERS = "faults/test_faults_answers.py::"
 _GRAMMARS = "faults/test_faults_grammars.py::"
+_GRAPHS = "faults/test_faults_graphs.py::"
 _SCHEDULE = "faults/test_faults_schedule.py::"
 _TOOLS = "faults/test_faults_tools.py::"
 
@@ -141,6 +142,14 @@ PLANTS = (
         "likeliest[row], setting, position",
         'likeliest[row], __import__("msgspec").structs.replace(setting, seed=settings[0].seed), position',
         "engine/test_engine_sampler.py::test_a_seed_decides_whatever_shares_the_batch",
+    ),
+    _plant(
+        "A18",
+        "all rows use the first row's seed on the device",
+        "engine/device_sampler.py",
+        "uniforms(state.seed_T[slots_M], positions_M)",
+        "uniforms(state.seed_T[slots_M[:1].expand_as(slots_M)], positions_M)",
+        "engine/test_engine_device_sampler.py::test_tokens_are_those_of_the_sampler",
     ),
     _plant(
         "A20",
@@ -360,6 +369,47 @@ PLANTS = (
         "real = step.real_rows\n",
         "real = step.real_rows; keys_SKD[-1] = rotated_RXD[-1, self.query_heads :]\n",
         "faults/test_faults_rows.py::test_a47_padding_rows_write_nothing_and_spoil_nothing",
+    ),
+    _plant(
+        "A47",
+        "padding rows of a device's step write a real page",
+        "engine/device_state.py",
+        "torch.full(shape, padding_page,",
+        "torch.full(shape, 0,",
+        "models/test_models_device.py::test_padding_rows_touch_no_real_page",
+    ),
+    _plant(
+        "A48",
+        "a fresh tensor takes the place of a graph's input",
+        "engine/device_runner.py",
+        "self._slots_B[size].copy_(to_device(padded, torch.int64, self.device), non_blocking=True)",
+        "self._slots_B[size] = to_device(padded, torch.int64, self.device)",
+        f"{_GRAPHS}test_a48_a_replay_does_what_was_captured_on_tensors_that_stay",
+    ),
+    _plant(
+        "A48",
+        "a graph runs with the requests of its first step",
+        "engine/device_runner.py",
+        "if self._sent.get(size) != slots:",
+        "if size not in self._sent:",
+        f"{_GRAPHS}test_a48_a_replay_does_what_was_captured_on_tensors_that_stay",
+        "models/test_models_device_replay.py::test_kept_bodies_give_the_same_tokens",
+    ),
+    _plant(
+        "A48",
+        "real requests are in a graph's inputs while it warms up",
+        "engine/device_runner.py",
+        "self._slots_B[size].fill_(self._state.padding_slot)",
+        "pass",
+        f"{_GRAPHS}test_a48_a_replay_does_what_was_captured_on_tensors_that_stay",
+    ),
+    _plant(
+        "A48",
+        "a graph's outputs are read after the next replay wrote them",
+        "engine/device_results.py",
+        "_fetch(part, len(slots))",
+        "part[: len(slots)]",
+        "models/test_models_device_replay.py::test_kept_bodies_give_the_same_tokens",
     ),
     _plant(
         "A53",
