@@ -379,6 +379,15 @@ PLANTS = (
         "models/test_models_device.py::test_padding_rows_touch_no_real_page",
     ),
     _plant(
+        "A47",
+        "padding rows count as rows of the last request",
+        "models/deepseek_v4/model.py",
+        "tokens_R = step.tokens_R[: step.real_rows]\n",
+        "tokens_R = step.tokens_R; step.segments[-1].rows += len(tokens_R) - step.real_rows; "
+        "step.real_rows = len(tokens_R)\n",
+        "deepseek/test_deepseek_padding.py::test_padding_rows_change_no_byte_and_no_row",
+    ),
+    _plant(
         "A48",
         "a fresh tensor takes the place of a graph's input",
         "engine/device_runner.py",
