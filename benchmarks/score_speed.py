@@ -140,13 +140,18 @@ def measure(bench: Bench, result: results.Result, items: int, concurrency: int, 
         "input_tokens": bench.query_tokens,
         "output_tokens": 0,
         "dtype": "float32",
-        "workload": f"smollm2, {items} items of {bench.item_tokens} tokens",
+        "arm": "general",
     }
+    workload = f"smollm2, {items} items of {bench.item_tokens} tokens"
     common: dict[str, int | float | str | bool] = {"items": items, "item_tokens": bench.item_tokens}
     for arm in filter(rounds.__getitem__, ARMS):
         samples = [sample for one_round in rounds[arm] for sample in one_round]
         details = {**common, "cpu_ms": 1e3 * stats.percentile(bench.cpu_s[arm], 0.5)}
-        result.rows.append(results.row_from_samples(samples, metric="latency_ms", arm=arm, details=details, **shape))
+        result.rows.append(
+            results.row_from_samples(
+                samples, metric="latency_ms", workload=f"{workload}, {arm}", details=details, **shape
+            )
+        )
     for slower, faster in (("sis", "mis"), ("prefill", "mis"), ("prefill", "sis")):
         if not rounds[slower]:
             continue
@@ -154,7 +159,11 @@ def measure(bench: Bench, result: results.Result, items: int, concurrency: int, 
         cpu = stats.percentile(bench.cpu_s[slower], 0.5) / stats.percentile(bench.cpu_s[faster], 0.5)
         result.rows.append(
             results.row_from_interval(
-                ratio, metric="speedup", arm=f"{faster} over {slower}", details={**common, "cpu": cpu}, **shape
+                ratio,
+                metric="speedup",
+                workload=f"{workload}, {faster} over {slower}",
+                details={**common, "cpu": cpu},
+                **shape,
             )
         )
 
@@ -186,7 +195,7 @@ def main() -> None:
     for row in result.rows:
         cpu = row.details.get("cpu", row.details.get("cpu_ms"))
         print(
-            f"{row.concurrency} at once, {row.details['items']:2} items, {row.arm:18} {row.median:9.2f} "
+            f"{row.concurrency} at once, {row.workload:50} {row.median:9.2f} "
             f"({row.low:.2f} to {row.high:.2f}); CPU {cpu:.2f}"
         )
 

@@ -124,8 +124,8 @@ def main() -> None:
         engine.close()
     for row in result.rows:
         print(
-            f"{row.arm:20} {row.workload:26} {row.metric:18} {row.median:7.2f} ({row.low:.2f} to {row.high:.2f}) "
-            f"{dict(row.details) or ''}"
+            f"{row.arm:11} {row.draft or 'plain':8} {row.workload:26} {row.metric:18} "
+            f"{row.median:7.2f} ({row.low:.2f} to {row.high:.2f}) {dict(row.details) or ''}"
         )
     if arguments.save:
         print(results.save(result), file=sys.stderr)
@@ -136,12 +136,11 @@ def rows_of(
 ) -> list[results.Row]:
     """Speed of both, their ratio, and tokens a step."""
     rows = []
-    guessing_arm = f"{path} + {spec}"
-    fields = {"arm": guessing_arm, "details": {"temperature": temperature}, **shape}
+    fields = {"arm": path, "draft": spec, "details": {"temperature": temperature}, **shape}
     fields["workload"] = f"{shape['workload']}, temperature {temperature:g}"
-    for arm, of in ((path, plain), (guessing_arm, guessing)):
+    for draft, of in ((None, plain), (spec, guessing)):
         speeds = [sample.speed for sample in of]
-        rows.append(results.row_from_samples(speeds, metric="tokens_per_s_user", **fields | {"arm": arm}))
+        rows.append(results.row_from_samples(speeds, metric="tokens_per_s_user", **fields | {"draft": draft}))
     pairs = [([a.seconds], [b.seconds]) for a, b in zip(plain, guessing, strict=True)]
     ratio = stats.ratio_interval([a for a, _ in pairs], [b for _, b in pairs], statistic=sum)
     cpu = sum(sample.cpu_seconds for sample in plain) / sum(sample.cpu_seconds for sample in guessing)
@@ -152,7 +151,7 @@ def rows_of(
         "same_answers": same,
         "answers": len(plain),
     }
-    note = f"over {path}; ratio of all sessions' seconds"
+    note = "over plain decoding; ratio of all sessions' seconds"
     rows.append(results.row_from_interval(ratio, metric="speedup", note=note, **fields | {"details": details}))
     total = {name: sum(getattr(sample.stats, name) for sample in guessing) for name in _COUNTERS}
     lengths = [sample.stats.decode_tokens / sample.stats.decode_rows for sample in guessing]
