@@ -14,6 +14,7 @@ import torch
 
 from lowlat.bench import regions
 from lowlat.bench import step as step_module
+from lowlat.bench.arms import peers
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, build_arm
 from lowlat.bench.arms.torch_step import TorchStep
 from lowlat.bench.ceiling import measure_ceiling
@@ -370,9 +371,10 @@ def test_regions_that_do_not_add_up_are_refused():
 
 
 class StandIn:
-    """An engine whose generations take a fixed time to start and a fixed time for each token."""
+    """An engine whose generations take a fixed time to start and a fixed time for each token, on a clock of its own."""
 
     START_S, TOKEN_S = 0.03, 0.0005
+    clock = 0.0
     __version__ = "0"
 
     def __init__(self, **settings):
@@ -384,7 +386,7 @@ class StandIn:
 
     def work(self, prompts, tokens):
         self.prompts += prompts
-        time.sleep(self.START_S + self.TOKEN_S * tokens)
+        StandIn.clock += self.START_S + self.TOKEN_S * tokens
 
     # vLLM's names
     def generate(self, prompts=None, sampling=None, use_tqdm=None, *, input_ids=None, sampling_params=None):
@@ -403,9 +405,10 @@ class StandIn:
 def test_a_step_of_another_engine_is_the_difference_of_two_generations(name, monkeypatch):
     fake = types.SimpleNamespace(LLM=StandIn, Engine=StandIn, SamplingParams=dict, __version__="0", __spec__=object())
     monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(peers, "time", types.SimpleNamespace(perf_counter=lambda: StandIn.clock))
     arm = build_arm(name, StepCase(shape=TINY, requests=2, context=40, device="cuda"))
     (sample,) = arm.measure()
-    assert sample == pytest.approx(500, rel=0.3), "neither the start nor the prefill is in it"
+    assert sample == pytest.approx(500), "neither the start nor the prefill is in it"
     engine = arm._engine
     assert engine.config["hidden_size"] == TINY.hidden
     assert engine.settings["load_format"] == "dummy"
