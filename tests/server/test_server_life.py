@@ -216,10 +216,10 @@ def test_health_notices_a_hung_engine_idle_and_loaded():
             if stream is not None:
                 next(stream)
             os.kill(live.state.engine.pid, signal.SIGSTOP)
-            wait_for(lambda: live.http.get("/health").status_code == 503, 5)
+            wait_for(lambda: live.http.get("/health").status_code == 503, 30)
             assert live.http.get("/ready").status_code == 503
             os.kill(live.state.engine.pid, signal.SIGCONT)
-            wait_for(lambda: live.http.get("/ready").status_code == 200, 5)
+            wait_for(lambda: live.http.get("/ready").status_code == 200, 30)
             if stream is not None:
                 assert list(stream)[-1] == "[DONE]"
 
