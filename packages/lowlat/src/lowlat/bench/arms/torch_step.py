@@ -125,9 +125,10 @@ def capture(step: Callable[[], torch.Tensor]) -> Any:
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
+    graph.step = step  # its tensors must live as long as the graph that reads and writes them
     return graph
 
 
