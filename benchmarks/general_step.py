@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,10 @@ class DeviceCheckpoint(RandomCheckpoint):
         size = weight_shape(self._shape, name)
         if len(size) == 1:
             return torch.ones(size, dtype=dtype, device=self._device)
-        whole = torch.randn(size, dtype=dtype, device=self._device) * 0.02
-        return whole[rows or slice(None), columns or slice(None)]
+        # The same whenever it is asked for, in whatever type: kernel libraries read the weights a second time.
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        whole = torch.randn(size, dtype=torch.float32, device=self._device, generator=generator).mul_(0.02)
+        return whole.to(dtype or torch.float32)[rows or slice(None), columns or slice(None)]
 
 
 class Engine:

@@ -1,6 +1,7 @@
 """Compiling and launching CUDA C++ without a toolkit: NVRTC and the driver, through `cuda-bindings`.
 
-A compiled module is cached on disk by the hash of its sources, definitions and compiler version.
+A compiled module is cached on disk by the hash of its sources, definitions, options and compiler version.
+LOWLAT_NVRTC_OPTIONS adds options of the compiler: `--generate-line-info` lets compute-sanitizer name source lines.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def compile_cubin(
     if verbose:
         options.append("--ptxas-options=-v")
     options += [f"-D{key}={value}" for key, value in sorted(definitions.items())]
+    options += os.environ.get("LOWLAT_NVRTC_OPTIONS", "").split()
     error, major, minor = nvrtc.nvrtcVersion()
     _check(nvrtc, error, "nvrtcVersion")
     digest = hashlib.sha256(repr((sorted(texts.items()), name, options, major, minor)).encode()).hexdigest()

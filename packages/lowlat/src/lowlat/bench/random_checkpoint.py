@@ -87,5 +87,6 @@ class RandomCheckpoint:
         if len(size) == 1:
             return torch.ones(size, dtype=dtype)[rows or slice(None)]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        tensor = torch.randn(size, generator=generator, dtype=dtype) * 0.02
+        # Drawn in one type and rounded, so that a kernel library that asks for another type gets the same weights.
+        tensor = torch.randn(size, generator=generator, dtype=torch.float32).mul_(0.02).to(dtype or torch.float32)
         return tensor[rows or slice(None), columns or slice(None)].contiguous()
