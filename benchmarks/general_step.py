@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ import torch.nn.functional as F
 from lowlat.bench.arms.torch_step import capture, time_cpu, time_cuda
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
 from lowlat.bench.presets import DenseShape, find_shape
-from lowlat.bench.random_checkpoint import RandomCheckpoint, weight_shape
+from lowlat.bench.random_checkpoint import RandomCheckpoint
 from lowlat.bench.results import Result, Row, Simulated, default_directory, new_result, row_from_samples, save
 from lowlat.bench.roofline import dense_step_bytes
 from lowlat.bench.stats import Alternation, alternate
@@ -68,31 +67,6 @@ class Options(msgspec.Struct, frozen=True):
     ceiling_gb: float | None
 
 
-class DeviceCheckpoint(RandomCheckpoint):
-    """Random weights drawn on the device: 16 GB in a second instead of minutes. They differ from a CPU's."""
-
-    def __init__(self, shape: DenseShape, device: str) -> None:
-        super().__init__(shape, 0)
-        self._device = device
-
-    def tensor(
-        self,
-        name: str,
-        dtype: torch.dtype | None = None,
-        *,
-        rows: slice | None = None,
-        columns: slice | None = None,
-    ) -> torch.Tensor:
-        """A random weight (norms are ones); parts are not needed on one rank."""
-        size = weight_shape(self._shape, name)
-        if len(size) == 1:
-            return torch.ones(size, dtype=dtype, device=self._device)
-        # The same whenever it is asked for, in whatever type: kernel libraries read the weights a second time.
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        whole = torch.randn(size, dtype=torch.float32, device=self._device, generator=generator).mul_(0.02)
-        return whole.to(dtype or torch.float32)[rows or slice(None), columns or slice(None)]
-
-
 class Engine:
     """One model in the engine, with a pool that holds the largest case."""
 
@@ -111,7 +85,7 @@ class Engine:
             low_latency="off",
             seed=0,
         )
-        checkpoint: Any = DeviceCheckpoint(shape, options.device)
+        checkpoint: Any = RandomCheckpoint(shape, 0, options.device)
         self.parts: RankParts = build_rank(self.config, checkpoint, SingleRank(), lambda *_: None)
         self.shape = shape
         model, kv = self.parts.runner.model, self.parts.runner.kv

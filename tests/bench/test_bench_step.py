@@ -24,6 +24,10 @@ from lowlat.bench.region_recorder import RegionRecorder
 from lowlat.bench.results import Row, load, problems
 from lowlat.bench.roofline import dense_step_bytes, expected_distinct, v41_step_bytes
 from lowlat.bench.step import StepOptions, run_step
+from lowlat.engine import build
+from lowlat.engine.device_results import PendingStep
+from lowlat.engine.device_runner import DeviceRunner
+from lowlat.platform.cpu import CpuPlatform
 
 TINY = PRESETS["tiny"]
 
@@ -232,6 +236,35 @@ def test_the_general_arm_decodes_at_the_context_asked_for():
         assert len(arm.measure()) == 3
         assert arm.runner._lengths == [36, 36]
     arm.close()
+
+
+class KeepingPlatform(CpuPlatform):
+    keeps_state = True
+
+
+def test_the_general_arm_runs_ahead_where_state_lives_on_the_device(monkeypatch):
+    monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
+    arm = build_arm("general", StepCase(shape=TINY, requests=2, context=46, dtype="float32", steps=3))
+    runner = arm.runner
+    assert isinstance(runner, DeviceRunner)
+    assert "run ahead" in arm.note
+    in_flight = []
+    monkeypatch.setattr(
+        PendingStep, "wait", lambda step, wait=PendingStep.wait: (in_flight.append(unread(runner)), wait(step))[1]
+    )
+    for _ in range(2):
+        in_flight.clear()
+        samples = arm.measure()
+        assert len(samples) == 3
+        assert min(samples) > 0
+        # the rewind is waited for alone; every step that counts had two launched behind it; the last two are drained
+        assert in_flight == [1, 3, 3, 3, 3, 2, 1]
+        assert runner._lengths == [46 + 3 + 1 + 2] * 2
+    arm.close()
+
+
+def unread(runner):
+    return sum(not step.known for step in runner._in_flight)
 
 
 @pytest.mark.parametrize("arm", ["lowlat-nothing", "plugin:nothing"])

@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: pip inst
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from lowlat.bench import read_kernel  # noqa: E402
 from lowlat.layers.triton import activation, attention, norm, rope_write  # noqa: E402
 
 TARGETS = {
@@ -140,6 +141,19 @@ def test_small_kernels_fit(target, tmp_path):
         assert spilled == 0, kernel.__name__
         assert registers <= 168, kernel.__name__
         assert shared <= 32 * 1024, kernel.__name__
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx950"])
+def test_the_read_ceilings_kernel_reads_16_bytes_at_a_time_and_fills_a_processor(target, tmp_path):
+    types = {"source_ptr": "*i32", "sums_ptr": "*i32", "count": "i32"}
+    kernel = compiled(read_kernel.read_kernel, target, types, {"BLOCK": read_kernel.BLOCK}, num_warps=read_kernel.WARPS)
+    registers, spilled, _ = resources(kernel, target, tmp_path)
+    assert spilled == 0
+    if target == "sm_90":
+        assert registers * 32 * read_kernel.WARPS * read_kernel.PROGRAMS <= 65536
+        assert kernel.asm["ptx"].count("ld.global.v4.b32") >= 4
+    else:
+        assert "global_load_dwordx4" in kernel.asm["amdgcn"]
 
 
 def test_tools_are_there():

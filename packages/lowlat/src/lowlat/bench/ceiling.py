@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
+
+_UNIT = 65536
+"""Elements: sizes of buffers on a GPU are multiples of it."""
 
 
 class Ceiling(msgspec.Struct, frozen=True):
@@ -22,7 +25,13 @@ def measure_ceiling(device: str, *, gigabytes: float | None = None, repeats: int
     `device` is `cpu` or `cuda`. Default sizes: 8.6 GB on a GPU (at most 60 % of what is free), 0.5 GB on a CPU, where
     the current number of torch threads reads. Raises RuntimeError where the buffer does not fit.
     """
-    return _measure_cuda(gigabytes or 8.6, repeats) if device == "cuda" else _measure_cpu(gigabytes or 0.5, repeats)
+    if device != "cuda":
+        return _measure_cpu(gigabytes or 0.5, repeats)
+    import torch
+
+    found = _measure_cuda(gigabytes or 8.6, repeats)
+    torch.cuda.empty_cache()
+    return found
 
 
 def _measure_cpu(gigabytes: float, repeats: int) -> Ceiling:
@@ -39,59 +48,30 @@ def _measure_cpu(gigabytes: float, repeats: int) -> Ceiling:
     return Ceiling(round(size / best / 1e12, 5), f"torch sum, {torch.get_num_threads()} threads", size)
 
 
-def _read_kernel() -> Any:
-    import triton
-    import triton.language as tl
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def read(source, result, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Each program adds every programs-th block and writes one sum, so that no load can be dropped."""
-        program = tl.program_id(0)
-        programs = tl.num_programs(0)
-        offsets = tl.arange(0, BLOCK)
-        total = tl.zeros([BLOCK], dtype=tl.int32)
-        for block in range(program, count // BLOCK, programs):
-            total += tl.load(source + tl.cast(block, tl.int64) * BLOCK + offsets)
-        tl.store(result + program, tl.sum(total, axis=0))
-
-    return read
-
-
 def _measure_cuda(gigabytes: float, repeats: int) -> Ceiling:
     import torch
 
+    from lowlat.bench.arms.torch_step import time_cuda
+
     free, _ = torch.cuda.mem_get_info()
-    block = 4096
-    count = int(min(gigabytes * 1e9, 0.6 * free)) // 4 // block * block
-    if count < 16 * block:
+    count = int(min(gigabytes * 1e9, 0.6 * free)) // 4 // _UNIT * _UNIT
+    if count < 16 * _UNIT:
         raise RuntimeError(f"{free / 1e9:.1f} GB are free: too few to measure the read ceiling")
     data = torch.ones(count, dtype=torch.int32, device="cuda")
+    once: Callable[[], object]
     try:
-        read = _read_kernel()
-        programs = torch.cuda.get_device_properties(0).multi_processor_count * 8
-        result = torch.empty(programs, dtype=torch.int32, device="cuda")
-        method = "Triton read kernel, 16-byte loads"
-
-        def once() -> None:
-            read[(programs,)](data, result, count, BLOCK=block, num_warps=8)
-
-        once()
-        if int(result.sum()) != count:
-            raise RuntimeError("the read kernel did not read every element")
+        from lowlat.bench.read_kernel import BLOCK, Reader
     except ImportError:
         method = "torch sum"
-
-        def once() -> None:
-            data.view(torch.float32).sum()
-
-    once()
-    best = float("inf")
-    event: Any = torch.cuda.Event
-    for _ in range(repeats):
-        begin, end = event(enable_timing=True), event(enable_timing=True)
-        begin.record()
+        numbers = data.view(torch.float32)
+        once = numbers.sum
+    else:
+        assert _UNIT % BLOCK == 0
+        method = "Triton read kernel, 16-byte loads"
+        once = reader = Reader(data)
         once()
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3)
+        if reader.total() != count:
+            raise RuntimeError("the read kernel did not read every element")
+    once()
+    best = min(time_cuda(once, repeats)) / 1e6
     return Ceiling(round(count * 4 / best / 1e12, 4), method, count * 4)

@@ -152,7 +152,7 @@ def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, 
 
 def _dense_cases(options: StepOptions) -> list[StepCase]:
     shape = find_shape(options.model, options.layers)
-    too_long = [context for context in options.contexts if context + options.steps + 2 > shape.max_context]
+    too_long = [context for context in options.contexts if context + options.steps + 4 > shape.max_context]
     if too_long:
         raise ValueError(f"{shape.name} holds {shape.max_context} tokens: contexts {too_long} do not fit")
     return [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,12 +16,16 @@ from lowlat.cache.groups import pages_for
 from lowlat.engine.batch import GREEDY, PrefillChunk, StepPlan
 from lowlat.engine.build import SetupError, build_rank
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.device_results import PendingStep
+from lowlat.engine.device_runner import DeviceRunner
 from lowlat.models.config import UnsupportedModelError
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.parallel.group import SingleRank
 
 _PAGE = 16
 _CHUNK = 512
+_AHEAD = 2
+"""Steps launched before the result of an earlier one is read, where the runner's state lives on the device."""
 
 
 def _stored_bytes(spec: Any, checkpoint: Any) -> int | None:
@@ -35,11 +42,12 @@ def _stored_bytes(spec: Any, checkpoint: Any) -> int | None:
 class GeneralArm:
     """Decode steps of the model runner, greedy, with the context set again before every series of timed steps.
 
-    With `kernels`, that kernel library must have taken the decode steps over.
+    With `kernels`, that kernel library must have taken the decode steps over. A runner whose state lives on the device
+    is run ahead, as the engine does; another is waited for at every step.
     """
 
     def __init__(self, case: StepCase, kernels: str | None = None) -> None:
-        pages_each = pages_for(case.context + case.steps + 2, _PAGE)
+        pages_each = pages_for(case.context + case.steps + _AHEAD + 2, _PAGE)
         config = EngineConfig(
             model=case.model or case.shape.name,
             dtype=case.dtype,
@@ -54,7 +62,9 @@ class GeneralArm:
             low_latency="off" if kernels is None else "require",
             kernels=kernels,
         )
-        checkpoint: Any = open_checkpoint(case.model) if case.model else RandomCheckpoint(case.shape, case.seed)
+        checkpoint: Any = (
+            open_checkpoint(case.model) if case.model else RandomCheckpoint(case.shape, case.seed, case.device)
+        )
         try:
             parts = build_rank(config, checkpoint, SingleRank(), lambda *_: None)
         except (ValueError, SetupError, UnsupportedModelError) as error:
@@ -62,6 +72,8 @@ class GeneralArm:
             raise ArmUnavailableError(f"{what}: {error}") from error
         self.runner = parts.runner
         self.note = "model runner with sampling, without scheduler"
+        if isinstance(self.runner, DeviceRunner):
+            self.note += f", run ahead by {_AHEAD}"
         self.weight_bytes: int | None = None
         self._case = case
         self._step = 2
@@ -118,10 +130,29 @@ class GeneralArm:
         self._run(StepPlan(self._step, [], [], [], list(range(self._case.requests))))
 
     def measure(self) -> list[float]:
-        """Microseconds of each step, from the plan to the sampled tokens on the host."""
+        """Microseconds of each step, from the plan to the sampled tokens on the host; run ahead, from one step's tokens
+        to the next's."""
         self.rewind()
+        if isinstance(self.runner, DeviceRunner):
+            return self._run_ahead(self.runner)
         return time_cpu(self.decode, self._case.steps)
 
+    def _run_ahead(self, runner: DeviceRunner) -> list[float]:
+        slots = list(range(self._case.requests))
+        pending: deque[PendingStep] = deque()
+        arrivals = []
+        for _ in range(_AHEAD + self._case.steps + 1):
+            pending.append(runner.launch(StepPlan(self._step, [], [], [], slots)))
+            self._step += 1
+            if len(pending) > _AHEAD:
+                pending.popleft().wait()
+                arrivals.append(time.perf_counter())
+        for step in pending:
+            step.wait()
+        return [(after - before) * 1e6 for before, after in pairwise(arrivals)]
+
     def close(self) -> None:
-        """Drop the model."""
+        """Drop the model, its cache and its graphs."""
         del self.runner
+        if self._case.device == "cuda":
+            torch.cuda.empty_cache()

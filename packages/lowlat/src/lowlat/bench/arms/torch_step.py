@@ -1,12 +1,18 @@
 """The same decode step as an ordinary PyTorch user writes it, in a CUDA graph where there is a GPU.
 
+Attention covers exactly the context and the new token, without a mask, so that the fast attention kernels take it. For
+`torch-compile` each layer is compiled with the addition before its first norm inside: nothing that the whole graph
+would fuse is left apart, and it takes seconds instead of a minute.
+
 Legend of shape suffixes: B requests (one row each), H hidden, N query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,13 +22,13 @@ from lowlat.bench.arms.base import ArmUnavailableError, StepCase
 from lowlat.bench.presets import DenseShape
 from lowlat.bench.region_recorder import RegionRecorder
 
-_SPARE_SLOTS = 64
+Weights = dict[str, torch.Tensor]
 
 
 class TorchStep:
     """A dense decoder with random weights, a static cache, and one row for each request at position `context`."""
 
-    def __init__(self, case: StepCase, regions: RegionRecorder | None = None) -> None:
+    def __init__(self, case: StepCase, regions: RegionRecorder | None = None, *, compiled: bool = False) -> None:
         self.shape = shape = case.shape
         self.regions = regions
         self.device = torch.device(case.device)
@@ -36,8 +42,7 @@ class TorchStep:
             return torch.ones(size, device=self.device, dtype=self.dtype)
 
         query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        slots = case.context + _SPARE_SLOTS
-        cache = (case.requests, shape.kv_heads, slots, shape.head_dim)
+        cache = (case.requests, shape.kv_heads, case.context + 1, shape.head_dim)
         self.layers = [
             {
                 "attention_norm": ones(shape.hidden),
@@ -61,18 +66,26 @@ class TorchStep:
         angles = case.context / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
         both = torch.cat((angles, angles)).to(self.device)
         self.cos_D, self.sin_D = both.cos().to(self.dtype), both.sin().to(self.dtype)
-        self.mask = torch.zeros(1, 1, 1, slots, device=self.device, dtype=self.dtype)
-        self.mask[..., case.context + 1 :] = float("-inf")
+        self.layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = self._layer
+        if compiled:
+            self.layer = torch.compile(self._layer, fullgraph=True, dynamic=False)
 
     def _rotate(self, x_BKD: torch.Tensor) -> torch.Tensor:
         half = self.shape.head_dim // 2
         turned = torch.cat((-x_BKD[..., half:], x_BKD[..., :half]), -1)
         return x_BKD * self.cos_D + turned * self.sin_D
 
-    def _attention(self, layer: dict[str, torch.Tensor], x_BH: torch.Tensor) -> torch.Tensor:
+    @contextlib.contextmanager
+    def _region(self, name: str) -> Iterator[None]:
+        if self.regions is None:
+            yield
+        else:
+            with self.regions.region(name):
+                yield
+
+    def _attention(self, layer: Weights, h_BH: torch.Tensor) -> torch.Tensor:
         shape: DenseShape = self.shape
         query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        h_BH = F.rms_norm(x_BH, (shape.hidden,), layer["attention_norm"], shape.eps)
         q, k, v = F.linear(h_BH, layer["qkv"]).split([query, key_value, key_value], -1)  # type: ignore[no-untyped-call]
         q_BND = q.view(-1, shape.heads, shape.head_dim)
         k_BKD, v_BKD = (part.view(-1, shape.kv_heads, shape.head_dim) for part in (k, v))
@@ -82,32 +95,32 @@ class TorchStep:
         q_BND, k_BKD = self._rotate(q_BND), self._rotate(k_BKD)
         layer["keys"].index_copy_(2, self.position, k_BKD.unsqueeze(2))
         layer["values"].index_copy_(2, self.position, v_BKD.unsqueeze(2))
-        mixed = F.scaled_dot_product_attention(
-            q_BND.unsqueeze(2), layer["keys"], layer["values"], attn_mask=self.mask, enable_gqa=True
-        )
+        mixed = F.scaled_dot_product_attention(q_BND.unsqueeze(2), layer["keys"], layer["values"], enable_gqa=True)
         return F.linear(mixed.reshape(-1, query), layer["out"])
 
-    def _mlp(self, layer: dict[str, torch.Tensor], x_BH: torch.Tensor) -> torch.Tensor:
-        h_BH = F.rms_norm(x_BH, (self.shape.hidden,), layer["mlp_norm"], self.shape.eps)
+    def _mlp(self, layer: Weights, h_BH: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(h_BH, layer["gate_up"]).chunk(2, -1)
         return F.linear(F.silu(gate) * up, layer["down"])
+
+    def _layer(self, x_BH: torch.Tensor, delta_BH: torch.Tensor, layer: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream before the MLP is added, and what the MLP adds; `delta_BH` is what the layer before added."""
+        size = (self.shape.hidden,)
+        x_BH = x_BH + delta_BH
+        with self._region("attention"):
+            x_BH = x_BH + self._attention(layer, F.rms_norm(x_BH, size, layer["attention_norm"], self.shape.eps))
+        with self._region("mlp"):
+            return x_BH, self._mlp(layer, F.rms_norm(x_BH, size, layer["mlp_norm"], self.shape.eps))
 
     def __call__(self) -> torch.Tensor:
         """Greedy next tokens [requests] of the step; regions are marked where a recorder was given."""
         x_BH = F.embedding(self.tokens, self.embedding)
-        if self.regions is None:
-            for layer in self.layers:
-                x_BH = x_BH + self._attention(layer, x_BH)
-                x_BH = x_BH + self._mlp(layer, x_BH)
-            return F.linear(F.rms_norm(x_BH, (self.shape.hidden,), self.norm, self.shape.eps), self.head).argmax(-1)
+        delta_BH = torch.zeros_like(x_BH)
         for layer in self.layers:
-            with self.regions.region("layer"):
-                with self.regions.region("attention"):
-                    x_BH = x_BH + self._attention(layer, x_BH)
-                with self.regions.region("mlp"):
-                    x_BH = x_BH + self._mlp(layer, x_BH)
-        with self.regions.region("head"):
-            return F.linear(F.rms_norm(x_BH, (self.shape.hidden,), self.norm, self.shape.eps), self.head).argmax(-1)
+            with self._region("layer"):
+                x_BH, delta_BH = self.layer(x_BH, delta_BH, layer)
+        with self._region("head"):
+            x_BH = F.rms_norm(x_BH + delta_BH, (self.shape.hidden,), self.norm, self.shape.eps)
+            return F.linear(x_BH, self.head).argmax(-1)
 
     def reference_bytes(self) -> int:
         """Bytes of all weights that the step reads whole, counted on the tensors themselves."""
@@ -132,23 +145,18 @@ def capture(step: Callable[[], torch.Tensor]) -> Any:
     return graph
 
 
-def cuda_events() -> tuple[Any, Any]:
-    """Two events that take times."""
-    make: Callable[..., Any] = torch.cuda.Event
-    return make(enable_timing=True), make(enable_timing=True)
-
-
 def time_cuda(run: Callable[[], object], steps: int) -> list[float]:
-    """Microseconds of each of `steps` runs between two events, nothing else queued."""
-    samples = []
-    for _ in range(steps):
-        begin, end = cuda_events()
-        begin.record()
+    """Microseconds from the end of one run to the end of the next, for `steps` runs queued behind one more.
+
+    So the time in which the host launches counts only where the device waits for it, as in a server that runs ahead.
+    """
+    make: Callable[..., Any] = torch.cuda.Event
+    ends = [make(enable_timing=True) for _ in range(steps + 1)]
+    for end in ends:
         run()
         end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3)
-    return samples
+    ends[-1].synchronize()
+    return [before.elapsed_time(after) * 1e3 for before, after in pairwise(ends)]
 
 
 def time_cpu(run: Callable[[], object], steps: int) -> list[float]:
@@ -173,9 +181,7 @@ class TorchArm:
         self._cuda = case.device == "cuda"
         self.note = "" if self._cuda else "no CUDA graph on a CPU"
         with torch.inference_mode():
-            step: Callable[[], torch.Tensor] = TorchStep(case)
-            if compiled:
-                step = torch.compile(step, fullgraph=True)
+            step = TorchStep(case, compiled=compiled)
             for _ in range(2):
                 step()
             self._run: Callable[[], object] = capture(step).replay if self._cuda else step
