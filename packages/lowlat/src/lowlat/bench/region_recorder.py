@@ -1,4 +1,4 @@
-"""Marks of named regions inside a step: CUDA events that a graph records too, or a clock on a CPU.
+"""Marks of named regions inside a step.
 
 The time between two neighbouring marks belongs to the innermost region open there, so regions never count twice and
 their sum is the step.
@@ -17,7 +17,7 @@ OTHER = "other"
 
 
 class Span(msgspec.Struct, frozen=True):
-    """One instance of a region in one step: start and end in microseconds from the step's first mark, and depth."""
+    """One instance of a region in one step: start and end in microseconds from the step's beginning, and depth."""
 
     name: str
     start_us: float
@@ -27,50 +27,16 @@ class Span(msgspec.Struct, frozen=True):
     """Without the regions inside it."""
 
 
-class RegionRecorder:
-    """Collects marks of one step after another.
+class Marks:
+    """Where regions begin and end, and callables that are regions for a while."""
 
-    On CUDA the marks are events with timing; inside a captured graph they become nodes of it, so every replay stamps
-    them anew. `begin_step` and `end_step` enclose what is run or captured; `spans` reads the last run.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._cuda = device == "cuda"
-        self._marks: list[tuple[str, bool, Any]] = []
-        """(region, whether it begins, stamp), in order."""
+    def __init__(self) -> None:
         self.enabled = True
         self._undo: list[Callable[[], None]] = []
 
-    def _stamp(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter_ns()
-        import torch
-
-        external = torch.cuda.is_current_stream_capturing()
-        event = torch.cuda.Event(enable_timing=True, external=external)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def begin_step(self) -> None:
-        """Forget the marks of the step before and stamp the beginning of a new one."""
-        self._marks = []
-        self._marks.append((OTHER, True, self._stamp()))
-
-    def end_step(self) -> None:
-        """Stamp the end of the step."""
-        self._marks.append((OTHER, False, self._stamp()))
-
-    @contextlib.contextmanager
-    def region(self, name: str) -> Iterator[None]:
+    def region(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Mark what runs inside as region `name`; regions nest."""
-        if not self.enabled or not self._marks:
-            yield
-            return
-        self._marks.append((name, True, self._stamp()))
-        try:
-            yield
-        finally:
-            self._marks.append((name, False, self._stamp()))
+        raise NotImplementedError
 
     def wrap(self, owner: Any, attribute: str, name: str) -> None:
         """Mark every call of `owner.attribute` as a region, until `unwrap`. The callable itself is left as it is."""
@@ -88,26 +54,48 @@ class RegionRecorder:
         while self._undo:
             self._undo.pop()()
 
-    def _times(self) -> list[float]:
-        """Microseconds of every mark from the first."""
-        first = self._marks[0][2]
-        if not self._cuda:
-            return [(stamp - first) / 1e3 for _, _, stamp in self._marks]
-        self._marks[-1][2].synchronize()
-        return [0.0] + [first.elapsed_time(stamp) * 1e3 for _, _, stamp in self._marks[1:]]
+
+class RegionRecorder(Marks):
+    """Marks are times of a clock: for CPUs. `begin_step` and `end_step` enclose what runs; `spans` reads the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._marks: list[tuple[str, bool, int]] = []
+        """(region, whether it begins, nanoseconds), in order."""
+
+    def begin_step(self) -> None:
+        """Forget the marks of the step before and stamp the beginning of a new one."""
+        self._marks = [(OTHER, True, time.perf_counter_ns())]
+
+    def end_step(self) -> None:
+        """Stamp the end of the step."""
+        self._marks.append((OTHER, False, time.perf_counter_ns()))
+
+    @contextlib.contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        """Mark what runs inside as region `name`; regions nest."""
+        if not self.enabled or not self._marks:
+            yield
+            return
+        self._marks.append((name, True, time.perf_counter_ns()))
+        try:
+            yield
+        finally:
+            self._marks.append((name, False, time.perf_counter_ns()))
 
     def spans(self) -> list[Span]:
         """All regions of the last step, in order of their ends; the step itself comes last as `other` at depth 0."""
-        times = self._times()
         found: list[Span] = []
-        open_regions: list[tuple[str, float, float]] = []
+        open_regions: list[tuple[str, float]] = []
         own: list[float] = []
-        for (name, begins, _), at in zip(self._marks, times):
+        first = self._marks[0][2]
+        for name, begins, stamp in self._marks:
+            at = (stamp - first) / 1e3
             if begins:
-                open_regions.append((name, at, at))
+                open_regions.append((name, at))
                 own.append(0.0)
                 continue
-            opened, start, _ = open_regions.pop()
+            opened, start = open_regions.pop()
             assert opened == name, "regions must close in the order in which they opened"
             inside = own.pop()
             found.append(Span(name, start, at, len(open_regions), at - start - inside))

@@ -1,7 +1,7 @@
 """`lowlat bench regions`: where the time of a step goes, by named regions of the real step.
 
 The step is measured with and without marks in alternation. Where the regions' sum is not within 3 % of the step without
-marks, the marks disturbed it and the report refuses. On a GPU the marks are events inside the captured graph.
+marks, the marks disturbed it and the report refuses.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from lowlat.bench.arms.base import StepCase
-from lowlat.bench.region_recorder import OTHER, RegionRecorder, Span
+from lowlat.bench.region_recorder import OTHER, Span
 from lowlat.bench.results import Row, row_from_samples
 
 SUM_TOLERANCE = 0.03
@@ -27,15 +27,19 @@ class RegionsRefusedError(RuntimeError):
 
 
 class RegionArm(Protocol):
-    """A step that can be run bare or with marks."""
+    """A step that can be run bare or with its regions' times taken."""
 
     note: str
+    batch: int
+    """Steps that are run together."""
+    details: dict[str, float]
+    """Further figures of how times were taken."""
 
-    def bare(self) -> float:
-        """Microseconds of one step without marks."""
+    def bare(self) -> list[float]:
+        """Microseconds of each of `batch` steps as users get them."""
 
-    def marked(self) -> list[Span]:
-        """One step with marks."""
+    def marked(self) -> list[list[Span]]:
+        """The regions of `batch` steps."""
 
     def close(self) -> None:
         """Free what it holds."""
@@ -71,126 +75,6 @@ class RegionTimes(msgspec.Struct):
         return sum(self.own_us().values()) / statistics.median(self.bare_us) - 1.0
 
 
-class TorchRegionArm:
-    """The plain PyTorch step; on a GPU one graph without marks and one with."""
-
-    def __init__(self, case: StepCase) -> None:
-        import torch
-
-        from lowlat.bench.arms.torch_step import TorchStep, capture, time_cpu, time_cuda
-
-        self.note = "" if case.device == "cuda" else "no CUDA graph on a CPU"
-        self._torch = torch
-        self._recorder = RegionRecorder(case.device)
-        self._time = time_cuda if case.device == "cuda" else time_cpu
-        with torch.inference_mode():
-            step = TorchStep(case, self._recorder)
-
-            def with_marks() -> torch.Tensor:
-                self._recorder.begin_step()
-                out = step()
-                self._recorder.end_step()
-                return out
-
-            self._recorder.enabled = False
-            step()
-            self._bare: Callable[[], object] = capture(step).replay if case.device == "cuda" else step
-            self._recorder.enabled = True
-            self._marked: Callable[[], object] = capture(with_marks).replay if case.device == "cuda" else with_marks
-
-    def bare(self) -> float:
-        """Microseconds of one step without marks."""
-        self._recorder.enabled = False
-        with self._torch.inference_mode():
-            return self._time(self._bare, 1)[0]
-
-    def marked(self) -> list[Span]:
-        """One step with marks."""
-        self._recorder.enabled = True
-        with self._torch.inference_mode():
-            self._marked()
-        return self._recorder.spans()
-
-    def close(self) -> None:
-        """Drop weights and graphs."""
-        del self._bare, self._marked
-
-
-LAYER_PARTS = {"qkv": "qkv", "output": "attention output"}
-MLP_PARTS = {"gate_up": "gate and up", "down": "down"}
-"""Projections of a layer of lowlat's decoders and of its MLP, and what their regions are called."""
-
-
-class GeneralRegionArm:
-    """lowlat's own model runner; marks are put around the layers, projections, attention, head and sampling of it."""
-
-    def __init__(self, case: StepCase) -> None:
-        from lowlat.bench.arms.general import GeneralArm
-        from lowlat.bench.arms.torch_step import time_cpu
-
-        if case.device != "cpu":
-            raise ValueError("regions of the general arm are marked on a CPU only in this version")
-        self._arm = GeneralArm(case)
-        self.note = self._arm.note
-        self._time = time_cpu
-        self._case = case
-        self._left = 0
-        self._recorder = RegionRecorder(case.device)
-
-    def _mark(self) -> None:
-        """Wrap what the runner calls. Undone after every step, so the bare step runs untouched code."""
-        import lowlat.engine.runner as runner_module
-
-        model: Any = self._arm.runner.model
-        family: Any = __import__(type(model).__module__, fromlist=["paged_attention"])
-        wrap = self._recorder.wrap
-        for layer in model.layers:
-            wrap(layer, "forward", "layer")
-            for owner, parts in ((layer, LAYER_PARTS), (layer.mlp, MLP_PARTS)):
-                for attribute, name in parts.items():
-                    if hasattr(owner, attribute):
-                        wrap(owner, attribute, name)
-            wrap(layer, "mlp", "mlp")
-        if hasattr(family, "paged_attention"):
-            wrap(family, "paged_attention", "attention")
-        wrap(model, "head", "head")
-        wrap(runner_module, "sample_bursts", "sample")
-
-    def _rewind_if_needed(self) -> None:
-        """Keep the context within what its pages hold."""
-        if self._left == 0:
-            self._arm.rewind()
-            self._left = self._case.steps
-        self._left -= 1
-
-    def bare(self) -> float:
-        """Microseconds of one step without marks."""
-        self._rewind_if_needed()
-        return self._time(self._arm.decode, 1)[0]
-
-    def marked(self) -> list[Span]:
-        """One step with marks."""
-        self._rewind_if_needed()
-        self._mark()
-        try:
-            self._recorder.begin_step()
-            self._arm.decode()
-            self._recorder.end_step()
-        finally:
-            self._recorder.unwrap()
-        return self._recorder.spans()
-
-    def close(self) -> None:
-        """Drop the model."""
-        self._arm.close()
-
-
-REGION_ARMS: dict[str, Callable[[StepCase], RegionArm]] = {
-    "general": GeneralRegionArm,
-    "torch-eager-graph": TorchRegionArm,
-}
-
-
 def measure_regions(
     name: str, arm: RegionArm, instances: int, say: Callable[[str], None] = lambda _: None
 ) -> RegionTimes:
@@ -199,16 +83,17 @@ def measure_regions(
     for _ in range(2):
         arm.bare()
         arm.marked()
-    for index in range(instances):
+    turns = -(-instances // arm.batch)
+    for index in range(turns):
         # A B B A, so that neither kind always runs on the other's caches
         if index % 2 == 0:
-            found.bare_us.append(arm.bare())
-            found.steps.append(arm.marked())
+            found.bare_us += arm.bare()
+            found.steps += arm.marked()
         else:
-            found.steps.append(arm.marked())
-            found.bare_us.append(arm.bare())
-        if (index + 1) % max(1, instances // 20) == 0:
-            say(f"{name}: step {index + 1}")
+            found.steps += arm.marked()
+            found.bare_us += arm.bare()
+        if (index + 1) % max(1, turns // 20) == 0:
+            say(f"{name}: step {(index + 1) * arm.batch}")
     return found
 
 
@@ -223,7 +108,7 @@ def check_sum(times: RegionTimes) -> None:
         )
 
 
-def region_rows(times: RegionTimes, case: StepCase, note: str) -> list[Row]:
+def region_rows(times: RegionTimes, case: StepCase, note: str, details: Mapping[str, float] | None = None) -> list[Row]:
     """A row for each region, medians over its instances; `own_us` in a step and the number of instances in details."""
     own = times.own_us()
     count = len(times.steps)
@@ -243,6 +128,7 @@ def region_rows(times: RegionTimes, case: StepCase, note: str) -> list[Row]:
             "share_of_step": round(own[name] / sum(own.values()), 4),
             "step_without_marks_us": round(bare, 3),
             "sum_error": round(times.error, 5),
+            **(details or {}),
         }
         rows.append(row)
     return rows

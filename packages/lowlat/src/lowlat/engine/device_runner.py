@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Callable
 
 import torch
 
@@ -111,6 +112,19 @@ class DeviceRunner:
                 last = to_device([size - 1], torch.int64, self.device)
                 step = self._step(torch.zeros_like(slots_R), slots_R, positions_R, [batch], last)
                 self.model.forward(step, self.kv)
+
+    def captured_step(self, slots: list[int]) -> tuple[Callable[[], object], Callable[[], object]]:
+        """For measurements: replays the decode step of these slots, which advances them, and the same one by one.
+
+        The slots have decoded in this very set before. What the host knows of their lengths is not changed.
+        """
+        size, mode = padded_requests(len(slots), self._most), self._mode(slots)
+        longest = max(self._lengths[slot] for slot in slots) + 1
+
+        def body() -> Samples:
+            return self._decode(size, mode, longest)
+
+        return (lambda: self.bodies.run((size, mode), body)), body
 
     # --- steps of decodes alone --------------------------------------------------------------------------------------
 

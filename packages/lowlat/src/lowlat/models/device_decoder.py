@@ -38,17 +38,31 @@ class DeviceDecoder:
         norms = [layer.input_norm_H for layer in decoder.layers[1:]] + [decoder.norm_H]
         x_RH = ops.norm(residual_RH, decoder.layers[0].input_norm_H, eps)
         for layer, keys_SKD, values_SKD, norm_H in zip(decoder.layers, kv.keys, kv.values, norms, strict=True):
-            seen = step.windowed if layer.window and step.windowed is not None else step
-            x_RH = self._attention(layer, x_RH, keys_SKD, values_SKD, seen)
-            if layer.attention_out_norm_H is not None:
-                x_RH = ops.norm(x_RH, layer.attention_out_norm_H, eps)
-            x_RH = self._mlp(layer, ops.add_norm(x_RH, residual_RH, layer.mlp_norm_H, eps))
-            if layer.mlp_out_norm_H is not None:
-                x_RH = ops.norm(x_RH, layer.mlp_out_norm_H, eps)
-            x_RH = ops.add_norm(x_RH, residual_RH, norm_H, eps)
+            x_RH = self._layer(layer, x_RH, residual_RH, keys_SKD, values_SKD, step, norm_H)
         wanted = x_RH if step.sample_rows is None else x_RH.index_select(0, step.sample_rows)
         logits_MV = decoder.gather_columns(decoder.head(wanted)).float()
         return logits_MV if decoder.logit_cap is None else torch.tanh(logits_MV / decoder.logit_cap) * decoder.logit_cap
+
+    def _layer(
+        self,
+        layer: DecoderLayer,
+        x_RH: torch.Tensor,
+        residual_RH: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        norm_H: torch.Tensor,
+    ) -> torch.Tensor:
+        """`x_RH` is normed for this layer, and what is returned for the next, whose norm is `norm_H`."""
+        ops, eps = self.ops, self.decoder.config.rms_norm_eps
+        seen = step.windowed if layer.window and step.windowed is not None else step
+        x_RH = self._attention(layer, x_RH, keys_SKD, values_SKD, seen)
+        if layer.attention_out_norm_H is not None:
+            x_RH = ops.norm(x_RH, layer.attention_out_norm_H, eps)
+        x_RH = self._mlp(layer, ops.add_norm(x_RH, residual_RH, layer.mlp_norm_H, eps))
+        if layer.mlp_out_norm_H is not None:
+            x_RH = ops.norm(x_RH, layer.mlp_out_norm_H, eps)
+        return ops.add_norm(x_RH, residual_RH, norm_H, eps)
 
     def _attention(
         self,

@@ -71,6 +71,7 @@ class GeneralArm:
             what = f"lowlat's runner cannot run {case.shape.name} on {case.device}"
             raise ArmUnavailableError(f"{what}: {error}") from error
         self.runner = parts.runner
+        self.low = parts.kernels.low
         self.note = "model runner with sampling, without scheduler"
         if isinstance(self.runner, DeviceRunner):
             self.note += f", run ahead by {_AHEAD}"

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase
 from lowlat.bench.presets import DenseShape
-from lowlat.bench.region_recorder import RegionRecorder
+from lowlat.bench.region_recorder import Marks
 
 Weights = dict[str, torch.Tensor]
 
@@ -28,7 +28,7 @@ Weights = dict[str, torch.Tensor]
 class TorchStep:
     """A dense decoder with random weights, a static cache, and one row for each request at position `context`."""
 
-    def __init__(self, case: StepCase, regions: RegionRecorder | None = None, *, compiled: bool = False) -> None:
+    def __init__(self, case: StepCase, regions: Marks | None = None, *, compiled: bool = False) -> None:
         self.shape = shape = case.shape
         self.regions = regions
         self.device = torch.device(case.device)

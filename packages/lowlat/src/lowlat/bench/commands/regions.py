@@ -29,7 +29,7 @@ def regions(
         str | None, typer.Option("--model-folder", help="Real weights for the general arm: a folder or `smollm2`.")
     ] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
-    arms: Annotated[str, typer.Option("--arms", help="general, torch-eager-graph.")] = "general",
+    arms: Annotated[str, typer.Option("--arms", help="general, torch-eager-graph, lowlat-NAME.")] = "general",
     rows: Annotated[int, typer.Option("--rows", min=1, help="Requests in a step, one row each.")] = 1,
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens in each request's cache.")] = 1024,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
@@ -52,6 +52,7 @@ def regions(
 
         from lowlat.bench.arms.base import StepCase
         from lowlat.bench.presets import find_shape
+        from lowlat.bench.region_arms import build_region_arm
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -68,17 +69,15 @@ def regions(
         )
         measured = []
         for name in filter(None, arms.split(",")):
-            if name not in measure.REGION_ARMS:
-                raise ValueError(f"{name!r} has no regions; known: {', '.join(measure.REGION_ARMS)}")
             say(f"building {name}")
-            arm = measure.REGION_ARMS[name](case)
+            arm = build_region_arm(name, case)
             try:
                 times = measure.measure_regions(name, arm, instances, say)
             finally:
                 arm.close()
             measure.check_sum(times)
             measured.append(times)
-            result.rows += measure.region_rows(times, case, arm.note)
+            result.rows += measure.region_rows(times, case, arm.note, arm.details)
         finish(result, as_json=as_json, save_it=save, folder=results)
         if perfetto is not None:
             perfetto.write_text(measure.perfetto(measured))

@@ -1,0 +1,249 @@
+"""The arms of `lowlat bench regions`: steps with clocks in them on a CPU, replays of a graph on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from lowlat.bench.arms.base import ArmUnavailableError, StepCase, kernel_library
+from lowlat.bench.region_recorder import Marks, RegionRecorder, Span
+from lowlat.bench.regions import RegionArm
+
+LAYER_PARTS = {"qkv": "qkv", "output": "attention output"}
+MLP_PARTS = {"gate_up": "gate and up", "down": "down"}
+"""Projections of a layer of lowlat's decoders and of its MLP, and what their regions are called."""
+OPERATIONS = {
+    "attend": "attention", "rope_write": "rotation and cache write", "norm": "norm", "add_norm": "norm",
+    "gate": "activation",
+}  # fmt: skip
+"""What lies between the projections where state is on the device."""
+
+GRAPH_STEPS = 65
+"""Replays in one measurement."""
+
+
+def build_region_arm(name: str, case: StepCase) -> RegionArm:
+    """`general`, `torch-eager-graph`, or a kernel library as `lowlat-NAME` or `plugin:NAME`.
+
+    Raises ArmUnavailableError where its regions cannot be told here, and ValueError for a name that is no arm.
+    """
+    library = kernel_library(name)
+    if name == "torch-eager-graph":
+        return ClockedTorchArm(case) if case.device == "cpu" else _torch_graph(case)
+    if name == "general" or library is not None:
+        return ClockedRunnerArm(case, library) if case.device == "cpu" else _runner_graph(case, library)
+    raise ValueError(f"{name!r} has no regions; known: general, torch-eager-graph, lowlat-NAME, plugin:NAME")
+
+
+class ClockedTorchArm:
+    """The plain PyTorch step on a CPU."""
+
+    batch = 1
+    note = "no CUDA graph on a CPU"
+
+    def __init__(self, case: StepCase) -> None:
+        from lowlat.bench.arms.torch_step import TorchStep, time_cpu
+
+        self.details: dict[str, float] = {}
+        self._recorder = RegionRecorder()
+        self._time = time_cpu
+        with torch.inference_mode():
+            self._step = TorchStep(case, self._recorder)
+
+    def bare(self) -> list[float]:
+        """Microseconds of one step without marks."""
+        self._recorder.enabled = False
+        with torch.inference_mode():
+            return self._time(self._step, 1)
+
+    def marked(self) -> list[list[Span]]:
+        """One step with marks."""
+        self._recorder.enabled = True
+        with torch.inference_mode():
+            self._recorder.begin_step()
+            self._step()
+            self._recorder.end_step()
+        return [self._recorder.spans()]
+
+    def close(self) -> None:
+        """Drop the weights."""
+        del self._step
+
+
+class ClockedRunnerArm:
+    """lowlat's own model runner on a CPU, with a kernel library where one is named.
+
+    Marks are put around layers, projections, attention, head and sampling, or around the library's step. They are
+    undone after every step, so the bare step runs untouched code.
+    """
+
+    batch = 1
+
+    def __init__(self, case: StepCase, kernels: str | None) -> None:
+        from lowlat.bench.arms.general import GeneralArm
+        from lowlat.bench.arms.torch_step import time_cpu
+
+        self._arm = GeneralArm(case, kernels)
+        self.note = self._arm.note
+        self.details: dict[str, float] = {}
+        self._time = time_cpu
+        self._case = case
+        self._kernels = kernels
+        self._left = 0
+        self._recorder = RegionRecorder()
+
+    def _mark(self) -> None:
+        import lowlat.engine.runner as runner_module
+
+        model: Any = self._arm.runner.model
+        family: Any = __import__(type(model).__module__, fromlist=["paged_attention"])
+        wrap = self._recorder.wrap
+        wrap(runner_module, "sample_bursts", "sample")
+        if self._kernels is not None:
+            wrap(self._arm.low, "forward", "kernels")
+            return
+        for layer in model.layers:
+            wrap(layer, "forward", "layer")
+        _wrap_projections(self._recorder, model)
+        for layer in model.layers:
+            wrap(layer, "mlp", "mlp")
+        if hasattr(family, "paged_attention"):
+            wrap(family, "paged_attention", "attention")
+
+    def _rewind_if_needed(self) -> None:
+        """Keep the context within what its pages hold."""
+        if self._left == 0:
+            self._arm.rewind()
+            self._left = self._case.steps
+        self._left -= 1
+
+    def bare(self) -> list[float]:
+        """Microseconds of one step without marks."""
+        self._rewind_if_needed()
+        return self._time(self._arm.decode, 1)
+
+    def marked(self) -> list[list[Span]]:
+        """One step with marks."""
+        self._rewind_if_needed()
+        self._mark()
+        try:
+            self._recorder.begin_step()
+            self._arm.decode()
+            self._recorder.end_step()
+        finally:
+            self._recorder.unwrap()
+        return [self._recorder.spans()]
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._arm.close()
+
+
+def _wrap_projections(marks: Marks, decoder: Any) -> None:
+    """Mark the products of every layer, and the head."""
+    for layer in decoder.layers:
+        for owner, parts in ((layer, LAYER_PARTS), (layer.mlp, MLP_PARTS)):
+            for attribute, name in parts.items():
+                if hasattr(owner, attribute):
+                    marks.wrap(owner, attribute, name)
+    marks.wrap(decoder, "head", "head")
+
+
+def mark_device_step(marks: Marks, runner: Any) -> None:
+    """Mark the parts of a step whose state lives on the device (`DeviceRunner`)."""
+    model = runner.model
+    marks.wrap(runner, "_choose", "sample")
+    marks.wrap(model, "_layer", "layer")
+    marks.wrap(model, "_mlp", "mlp")
+    for attribute, name in OPERATIONS.items():
+        marks.wrap(model.ops, attribute, name)
+    _wrap_projections(marks, model.decoder)
+
+
+class GraphArm:
+    """A captured step: bare replays are timed by events, marked ones by the records of their kernels."""
+
+    batch = GRAPH_STEPS
+
+    def __init__(
+        self,
+        note: str,
+        replay: Callable[[], object],
+        body: Callable[[], object],
+        mark: Callable[[Marks], None],
+        rewind: Callable[[], None],
+        close: Callable[[], None],
+    ) -> None:
+        """`body` is what the graph holds, one by one; `mark` wraps its parts; `rewind` precedes every batch."""
+        from lowlat.bench import kernel_regions
+
+        self.note = note
+        self._replay, self._rewind, self.close = replay, rewind, close
+        self._kernel_regions = kernel_regions
+        marks = kernel_regions.ProfilerMarks()
+        mark(marks)
+        rewind()
+        try:
+            with torch.inference_mode():
+                self._layout = kernel_regions.layout_of(body, marks)
+        finally:
+            marks.unwrap()
+            marks.enabled = False
+        self._tracing_us = kernel_regions.tracing_cost()
+        self.details = {
+            "kernels_per_step": len(self._layout.kernels), "tracing_us_per_kernel": round(self._tracing_us, 4)
+        }  # fmt: skip
+
+    def bare(self) -> list[float]:
+        """Microseconds of replays queued one behind another."""
+        from lowlat.bench.arms.torch_step import time_cuda
+
+        self._rewind()
+        with torch.inference_mode():
+            return time_cuda(self._replay, self.batch)
+
+    def marked(self) -> list[list[Span]]:
+        """Regions of as many replays."""
+        tools, layout = self._kernel_regions, self._layout
+        self._rewind()
+        with torch.inference_mode():
+            before, *records = tools.traced_replays(self._replay, self.batch, len(layout.kernels))
+        found, free = [], before.end_us
+        for step in tools.split_steps(records, layout, self.batch):
+            found.append(tools.spans_of(step, layout, free, self._tracing_us))
+            free = max(free, max(record.end_us for record in step))
+        return found
+
+
+def _torch_graph(case: StepCase) -> RegionArm:
+    from lowlat.bench.arms.torch_step import TorchStep, capture
+
+    with torch.inference_mode():
+        step = TorchStep(case)
+        replay = capture(step).replay
+
+    def mark(marks: Marks) -> None:
+        step.regions = marks
+
+    return GraphArm("", replay, step, mark, lambda: None, torch.cuda.empty_cache)
+
+
+def _runner_graph(case: StepCase, kernels: str | None) -> RegionArm:
+    from lowlat.bench.arms.general import GeneralArm
+    from lowlat.engine.device_runner import DeviceRunner
+
+    arm = GeneralArm(msgspec.structs.replace(case, steps=GRAPH_STEPS + 4), kernels)
+    runner = arm.runner
+    if not isinstance(runner, DeviceRunner) or not runner.bodies.captured:
+        raise ArmUnavailableError(f"steps of {kernels or 'this model'} are not captured in a graph here")
+
+    def rewind() -> None:
+        arm.rewind()
+        arm.decode()
+
+    rewind()
+    replay, body = runner.captured_step(list(range(case.requests)))
+    return GraphArm(arm.note, replay, body, lambda marks: mark_device_step(marks, runner), rewind, arm.close)
