@@ -18,10 +18,10 @@ from lowlat_nvidia.dense.example import CONFIG, small_qwen3
 from lowlat_nvidia.dense.kernel import DenseKernel, read_weights, scratch_elements
 from lowlat_nvidia.dense.reference import reference_step
 from lowlat_nvidia.dense.rotary import frequencies
+from lowlat_nvidia.dense.rows import rows_of
 from lowlat_nvidia.dense.step import StepTensors
-from lowlat_nvidia.dense.translate import translate
 from lowlat_nvidia.specs import DENSE
-from lowlat_plugin import KVLayout, Mode, StepInputs
+from lowlat_plugin import KVLayout
 from lowlat_plugin.conformance import Case, ReferenceHost, run_checks
 from lowlat_plugin.registry import Candidate
 
@@ -31,10 +31,10 @@ class StandIn:
 
     launches = 0
 
-    def __init__(self, plan, weights, rotary, device, allocate) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, plan, weights, rotary, device, allocate, scratch_elements) -> None:  # type: ignore[no-untyped-def]
         self.plan, self.weights, self.rotary = plan, weights, rotary
-        self.addresses_L2 = allocate((plan.shape.layers, 2), torch.int64)
-        self.taken = allocate((plan.stream_pages(), 1), torch.uint8)
+        self.taken = allocate((plan.stream_pages(), scratch_elements), torch.uint8)
+        self.next_token_R = allocate((8,), torch.int64)
         self.function = self
 
     def close(self) -> None:
@@ -42,19 +42,14 @@ class StandIn:
 
     def bind(self, pools, page_size: int) -> None:  # type: ignore[no-untyped-def]
         self.pools, self.page_size = pools, page_size
-        self.addresses_L2.copy_(torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in pools]))
+
+    def error(self) -> Exception | None:
+        return None
 
     def run(self, step: StepTensors) -> torch.Tensor:
         StandIn.launches += 1
-        pools = self.pools
-        if not torch.equal(step.addresses_L2, self.addresses_L2):  # a step of padding alone
-            assert not step.positions_R.any()
-            assert not step.page_table_QP.any()
-            pools = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pools]
-        for row in range(len(step.tokens_R)):
-            first = int(step.row_first_R[row])
-            assert step.row_request_R[first] == step.row_request_R[row]
-        logits = reference_step(self.plan.shape, self.weights, self.rotary, pools, self.page_size, step)
+        logits = reference_step(self.plan.shape, self.weights, self.rotary, self.pools, self.page_size, step)
+        self.next_token_R[: len(logits)] = logits.argmax(-1)
         return logits if step.logits_RV is None else step.logits_RV.copy_(logits)
 
 
@@ -81,43 +76,40 @@ def test_checks_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     assert StandIn.launches > before + 10
 
 
-def step_of(write_slots: list[int], starts: list[int]) -> StepInputs:
+def step_of(write_slots: list[int], starts: list[int]) -> StepTensors:
     rows = len(write_slots)
-    return StepInputs(
-        mode=Mode.VERIFY,
-        token_ids_R=torch.arange(10, 10 + rows),
+    return StepTensors(
+        tokens_R=torch.arange(10, 10 + rows),
         positions_R=torch.arange(50, 50 + rows),
         query_start_Q1=torch.tensor(starts, dtype=torch.int32),
-        lengths_Q=torch.ones(len(starts) - 1, dtype=torch.int32),
-        page_table_QP=torch.arange(1, 2 * len(starts) - 1, dtype=torch.int32).reshape(len(starts) - 1, 2),
+        page_table_TP=torch.arange(1, 2 * len(starts) - 1, dtype=torch.int32).reshape(len(starts) - 1, 2),
         write_slots_R=torch.tensor(write_slots),
     )
 
 
 def test_rows_find_their_request_and_first_row() -> None:
-    one, two = torch.ones(3, 2, dtype=torch.int64), torch.full((3, 2), 2)
-    inputs = translate(step_of([5, 6, 7, 8], [0, 1, 4]), one, two)
-    assert inputs.row_request_R.tolist() == [0, 1, 1, 1]
-    assert inputs.row_first_R.tolist() == [0, 1, 1, 1]
-    assert inputs.row_request_R.dtype == inputs.row_first_R.dtype == torch.int32
-    assert torch.equal(inputs.addresses_L2, one)
+    step = step_of([5, 6, 7, 8], [0, 1, 4])
+    rows = rows_of(step)
+    assert [row.first for row in rows] == [0, 1, 1, 1]
+    assert [row.cached for row in rows] == [50, 51, 51, 51]
+    assert [row.pages_P.tolist() for row in rows] == [[1, 2]] + [[3, 4]] * 3
+    step.table_rows_Q = torch.tensor([1, 0], dtype=torch.int32)
+    assert [row.pages_P.tolist() for row in rows_of(step)] == [[3, 4]] + [[1, 2]] * 3
+    assert rows[3].slots(32).tolist()[30:34] == [126, 127, 128, 129]
 
 
 def test_padding_rows_repeat_the_first_real_row() -> None:
-    one, two = torch.ones(3, 2, dtype=torch.int64), torch.full((3, 2), 2)
-    inputs = translate(step_of([-1, 6, -1, 8], [0, 1, 2, 3, 4]), one, two)
-    assert inputs.tokens_R.tolist() == [11, 11, 11, 13]
-    assert inputs.positions_R.tolist() == [51, 51, 51, 53]
-    assert inputs.row_request_R.tolist() == [1, 1, 1, 3]
-    assert inputs.row_first_R.tolist() == [1, 1, 1, 3]
+    rows = rows_of(step_of([-1, 6, -1, 8], [0, 1, 2, 3, 4]))
+    assert [row.source for row in rows] == [1, 1, 1, 3]
+    assert [row.token for row in rows] == [11, 11, 11, 13]
+    assert [row.position for row in rows] == [51, 51, 51, 53]
+    assert [row.first for row in rows] == [1, 1, 1, 3]
 
 
-def test_padding_alone_touches_the_scratch_only() -> None:
-    one, two = torch.ones(3, 2, dtype=torch.int64), torch.full((3, 2), 2)
-    inputs = translate(step_of([-1, -1], [0, 1, 2]), one, two)
-    assert torch.equal(inputs.addresses_L2, two)
-    assert not inputs.positions_R.any()
-    assert not inputs.page_table_QP.any()
+def test_padding_alone_is_one_token_that_nobody_keeps() -> None:
+    rows = rows_of(step_of([-1, -1], [0, 1, 2]))
+    assert not any(row.real for row in rows)
+    assert [row.position for row in rows] == [0, 0]
 
 
 def context_with(**changes: object):  # type: ignore[no-untyped-def]

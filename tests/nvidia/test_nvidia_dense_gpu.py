@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowlat_nvidia.dense import plan as plans
-from lowlat_nvidia.dense.cases import copy_pools, make_case
+from lowlat_nvidia.dense.cases import copy_pools, make_case, one_row
 from lowlat_nvidia.dense.reference import random_weights, reference_step
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 from lowlat_nvidia.dense.step import THREADS, DenseStep, StepDeadlineError, StepTensors
@@ -21,6 +21,7 @@ SHAPES = {
     "heads of 64": plans.DenseShape(3, 2048, 32, 8, 64, 3072, 3001, False),
     "heads of 128, query norms": plans.DenseShape(4, 1024, 16, 8, 128, 3072, 5003, True, 1e-6),
     "wide": plans.DenseShape(2, 4096, 32, 8, 128, 4096, 2999, True, 1e-6),
+    "biases": plans.DenseShape(3, 1024, 16, 8, 128, 2048, 2999, False, 1e-6, qkv_bias=True),
 }
 CASES = {
     "one row, first token": [[0]],
@@ -82,13 +83,7 @@ def test_a_row_has_the_same_bits_at_every_width(built: tuple) -> None:
     inputs, pools = make_case(step.plan.shape, positions, 16, 5)
     together = run(step, inputs, copy_pools(pools), 16)
     for row in range(8):
-        alone = StepTensors(
-            inputs.tokens_R[row : row + 1],
-            inputs.positions_R[row : row + 1],
-            inputs.row_request_R[row : row + 1],
-            torch.zeros_like(inputs.row_first_R[:1]),
-            inputs.page_table_QP,
-        )
+        alone = one_row(inputs, row)
         assert torch.equal(run(step, alone, copy_pools(pools), 16)[0], together[row]), row
 
 
@@ -97,22 +92,14 @@ def test_verifying_equals_decoding_one_by_one(built: tuple) -> None:
     inputs, pools = make_case(step.plan.shape, [[702, 703, 704, 705]], 1, 6)
     together = run(step, inputs, copy_pools(pools), 1)
     for row in range(4):
-        one = StepTensors(
-            inputs.tokens_R[row : row + 1],
-            inputs.positions_R[row : row + 1],
-            inputs.row_request_R[row : row + 1],
-            torch.zeros_like(inputs.row_first_R[:1]),
-            inputs.page_table_QP,
-        )
+        one = one_row(inputs, row)
         assert torch.equal(run(step, one, pools, 1)[0], together[row]), row
 
 
 def test_repeats_bit_for_bit_and_widths_alternate(built: tuple) -> None:
     step, _ = built
     wide, pools = make_case(step.plan.shape, [[100 + i] for i in range(8)], 16, 7)
-    narrow = StepTensors(
-        wide.tokens_R[:2], wide.positions_R[:2], wide.row_request_R[:2], wide.row_first_R[:2], wide.page_table_QP
-    )
+    narrow = StepTensors(wide.tokens_R[:2], wide.positions_R[:2], wide.query_start_Q1[:3], wide.page_table_TP)
     step.bind(pools, 16)
     first = step.run(wide).clone()
     for turn in range(300):

@@ -270,6 +270,20 @@ class LowLatency:
         except Exception as error:
             raise self._failed_step(raised(f"{self._kernel().spec.name} step {step.shape}", error)) from error
 
+    def check(self) -> None:
+        """Ask the kernels about a step whose logits hold NaN. Raises StepFailed, after disabling them, if they failed.
+
+        NaN without a fault is the model's own. Waits for the device.
+        """
+        if self.kernel is None or self.state is not State.ACTIVE:
+            return
+        try:
+            fault = self.kernel.fault()
+        except Exception as error:
+            fault = error
+        if fault is not None:
+            raise self._failed_step(raised(f"{self.kernel.spec.name} on the device", fault)) from fault
+
     def _failed_step(self, reason: Reason) -> StepFailed:
         self._failure += (reason,)
         self.state = State.FAILED

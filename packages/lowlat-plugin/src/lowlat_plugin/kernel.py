@@ -117,6 +117,9 @@ class BuildContext:
 class Kernel:
     """Base class of an implementation. The constructor must not touch a device."""
 
+    table_rows = False
+    """Whether steps may bring `StepInputs.table_rows_Q`; for others the host gathers the tables of the requests."""
+
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
 
@@ -150,6 +153,21 @@ class Kernel:
         another rank that passes the deadline raises `DeadlineExceeded` on every rank.
         """
         raise NotImplementedError
+
+    def greedy(self) -> Tensor | None:
+        """Each row's greedy token in the last `forward`, int64 [R] or longer, where kernels choose it themselves.
+
+        Of equal logits it is the lowest token, and -1 where the greatest is no finite number. Read in the same graph.
+        None: the host takes it from the logits.
+        """
+        return None
+
+    def fault(self) -> Exception | None:
+        """What went wrong on the device in a step whose `forward` had returned; may wait for the device.
+
+        Such a step leaves NaN among every row's logits, and -1 as greedy token: hosts that find these ask here.
+        """
+        return None
 
     def selections(self) -> Mapping[str, Selection]:
         """The discrete choices of the last `forward`, for the shadow check. The greedy token is taken from logits."""

@@ -273,6 +273,10 @@ class Shadow:
             reasons.append(
                 Reason(Code.LATE_MEMORY, f"step {step.shape}", f"{grown} bytes", "all memory taken in build()")
             )
+        chosen = kernel.greedy()
+        if chosen is not None and not torch.equal(chosen[: len(slots)], logits[: len(slots)].argmax(-1)):
+            wanted = "each row's lowest token of the greatest logit"
+            reasons.append(Reason(Code.NUMERICS, f"step {step.shape} greedy()", str(chosen.tolist()), wanted))
         written = self._written(slots)
         self._restore(slots, torch.stack([pool[self._index(slots)] for pool in before]))
         after = [pool[self._watched_W] for pool in self._pools()]
@@ -292,6 +296,9 @@ class Shadow:
         with torch.inference_mode():
             logits = kernel.forward(step)
             self.host.synchronize()
+        fault = kernel.fault()
+        if fault is not None:
+            raise fault
         return logits
 
     def _written(self, slots_R: Tensor) -> Tensor:

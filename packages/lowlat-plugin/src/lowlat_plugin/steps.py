@@ -69,6 +69,8 @@ class StepInputs:
     page_table_QP   int32  page numbers of request q, in order
     write_slots_R   int64  where row r's key and value go; negative for a padding row, which writes nothing
     logits_RV       float32 or None: where to write; kernels that are given None allocate
+    table_rows_Q    int32 or None: request q has row table_rows[q] of page_table instead of row q; given only to kernels
+                    that set `Kernel.table_rows`
 
     Row r of request q at position p attends to positions 0 to p. Rows of one request are consecutive in position.
     Logits of every row are wanted; those of padding rows may hold anything.
@@ -83,6 +85,7 @@ class StepInputs:
     write_slots_R: Tensor
     logits_RV: Tensor | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    table_rows_Q: Tensor | None = None
 
     @property
     def shape(self) -> Shape:

@@ -24,25 +24,38 @@ DEV float fast_exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// What does not change from layer to layer is read once, when the step begins.
+// What does not change from layer to layer is read once, when the step begins. A row of padding computes the first real
+// row again, to the same bits and the same place; where all are padding, they compute one token and write to the scratch.
 DEV void read_rows(Context& c) {
   Control& k = c.s.control;
   const int split = c.block % SPLITS;
-  for (int i = c.thread; i < c.rows * HEAD_DIM; i += THREADS) {
-    const int row = i / HEAD_DIM, d = i % HEAD_DIM;
-    k.rotary[row][d] = c.p.rotary[c.p.positions[row] * HEAD_DIM + d];
+  u32 real = ~0u;
+  if (c.p.write_slots) {
+    real = 0;
+#pragma unroll 1
+    for (int row = 0; row < c.rows; row++) real |= (u32)(c.p.write_slots[row] >= 0) << row;
   }
-  for (int i = c.thread; i < 2 * LAYERS; i += THREADS) k.pools[i / 2][i % 2] = (const u8*)c.p.pools[i];
   if (c.thread < c.rows) {
-    const int row = c.thread, total = (int)c.p.positions[row] + 1;
+    const int row = c.thread, source = real >> row & 1 ? row : max(0, __ffs(real) - 1);
+    int request = 0;
+#pragma unroll 1
+    for (int q = 1; q < c.p.requests; q++) request += c.p.query_start[q] <= source;
+    const int first = c.p.query_start[request], total = real ? (int)c.p.positions[source] + 1 : 1;
     const int each = (total + SPLITS - 1) / SPLITS;
-    k.first[row] = c.p.row_first[row];
+    k.token[row] = (int)c.p.tokens[source];
+    k.first[row] = first;
     k.begin[row] = min(total, split * each);
     k.end[row] = min(total, (split + 1) * each);
-    k.cached[row] = (int)c.p.positions[c.p.row_first[row]];
+    k.cached[row] = real ? (int)c.p.positions[first] : 0;
     k.own[row] = total - 1;
-    k.pages[row] = c.p.page_table + (long)c.p.row_request[row] * c.p.table_stride;
-    k.own_slot[row] = slot_of(c.p, c.s, row, total - 1);
+    k.pages[row] = c.p.page_table + (long)(c.p.table_rows ? c.p.table_rows[request] : request) * c.p.table_stride;
+    k.own_slot[row] = real ? slot_of(c.p, c.s, row, total - 1) : 0;
+  }
+  for (int i = c.thread; i < 2 * LAYERS; i += THREADS) k.pools[i / 2][i % 2] = (const u8*)(real ? c.p.pools[i] : c.p.scratch);
+  block_sync();
+  for (int i = c.thread; i < c.rows * HEAD_DIM; i += THREADS) {
+    const int row = i / HEAD_DIM, d = i % HEAD_DIM;
+    k.rotary[row][d] = c.p.rotary[(long)k.own[row] * HEAD_DIM + d];
   }
   block_sync();
 }
@@ -180,6 +193,7 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
     at[j] = {warp + j * WARPS / 2, 0, 0, s.control.begin[0] + (warp + j * WARPS / 2) * 8, 0, 1};
     look_up(p, s, at[j], lane);
   }
+  long long since = clock_now();
 #pragma unroll 1
   while (at[0].layer < LAYERS || at[1].layer < LAYERS) {
     bool idle = true;
@@ -188,8 +202,15 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
       if (at[j].layer < LAYERS && !(PACED && patient && s.progress <= at[j].layer - lead) && barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase)) {
         copy_unit(p, s, units, at[j], lane, patient, policy);
         idle = false;
+        since = clock_now();
       }
-    if (idle) __nanosleep(IDLE_NS);  // polling takes shared memory's time from the warps that compute
+    if (!idle) continue;
+    // The warps that compute wait at most once for every stage, and then go on: this is beyond all of their waits.
+    if (clock_now() - since > p.spin_limit * 4096ll) {
+      if (lane == 0) store_exchange(p.state + 1, 1u + blockIdx.x * 16 + 10);
+      break;
+    }
+    __nanosleep(IDLE_NS);  // polling takes shared memory's time from the warps that compute
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -322,7 +343,7 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
     int base = c.s.control.begin[row] + c.warp * 8;
 #pragma unroll 1
     while (true) {
-      while (!barrier_done(shared_address(&c.s.unit_full[c.warp][ahead.slot]), ahead.phase)) {}
+      wait_barrier(c, shared_address(&c.s.unit_full[c.warp][ahead.slot]), ahead.phase, 9);
       const u32 seen = attend(c, query, row, base, ahead.slot, acc);
       __syncwarp();
       if (c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[c.warp][ahead.slot])));

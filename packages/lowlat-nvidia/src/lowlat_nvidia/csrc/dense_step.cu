@@ -7,7 +7,7 @@
 #include "attention.cuh"
 
 // Stage numbers for errors: 0 input of q, k, v; 2 attention; 3 sum of splits; 4 output projection; 5 gate and up;
-// 6 down; 7 logits. Stamp numbers: see stamp().
+// 6 down; 7 logits; 8 a page of weights; 9 a unit of the cache; 10 room for one. Stamp numbers: see stamp().
 
 DEV int copies_of(int rows) { return rows <= MAX_ROWS / COPIES ? COPIES : 1; }
 // Empties this block's part of what the last step used of a layer: all of its rows, and what all blocks read of copies.
@@ -34,6 +34,9 @@ DEV void project_qkv(Context& c, int layer, const u32* before) {
     for (int i = c.thread; i < tiles * 8 * c.rows; i += THREADS) {
       int row = i / (tiles * 8), n = i % (tiles * 8);
       float x = sum_partials(part, n / 8, row, n % 8) * inverse_rms(c, row);
+#if QKV_BIAS
+      x += bf_low(c.s.biases[layer][tile0 * 8 + n]);
+#endif
       publish(c, row, W_QKV + head * HEAD_ROWS + share * BLOCK_QKV + tile0 * 8 + n, __float_as_uint(x));
     }
   });
@@ -88,9 +91,9 @@ DEV void gate_up(Context& c, int layer) {
   });
 }
 
-// Orders as the float does; of equal logits the lower token is greater.
+// Orders as the float does, NaN above all; of equal logits the lower token is greater.
 DEV u64 rank_key(float x, u32 token) {
-  u32 bits = __float_as_uint(x);
+  u32 bits = x == x ? __float_as_uint(x) : 0x7fffffffu;
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return (u64)bits << 32 | (0xffffffffu - token);
 }
@@ -120,21 +123,23 @@ DEV void project_logits(Context& c) {
     if (row < c.rows && c.lane == 0) atomicMax(c.p.best + row, best[j]);
   }
 }
-// The last block to get here publishes the tokens and prepares the next step.
-DEV void finish_step(Context& c, u32 parity) {
-  __threadfence();
-  block_sync();
-  if (c.thread != 0) return;
-  u32* state = c.p.state;
+// One thread of each block calls it; the last publishes the tokens and prepares the next step. A token is -1 where the
+// greatest logit is no finite number. After a failure, here or in an earlier step that nobody has reset, all tokens are
+// -1, and NaN among the logits of every row tells hosts that do not know of the error word.
+DEV void finish_step(const Params& p, u32 parity) {
+  u32* state = p.state;
   if (atomicAdd(state + 4, 1u) != BLOCKS - 1) return;
   __threadfence();
   const bool failed = load_exchange_word(state + 1) != 0;
-  for (int row = 0; row < c.rows; row++) {
-    u64 key = atomicExch(c.p.best + row, 0ull);
-    c.p.next_token[row] = failed ? -1 : (long long)(0xffffffffu - (u32)key);
+  for (int row = 0; row < p.rows; row++) {
+    const u64 key = atomicExch(p.best + row, 0ull);
+    const u32 top = key >> 32;
+    const bool finite = top > 0x007fffffu && top < 0xff800000u;  // between the keys of the infinities
+    p.next_token[row] = failed || !finite ? -1 : (long long)(0xffffffffu - (u32)key);
+    if (failed) p.logits[(long)row * VOCAB] = __uint_as_float(0x7fc00000u);
   }
   state[4] = 0;
-  state[5] = c.rows;
+  state[5] = p.rows;
   state[0] = parity ^ 1;
 }
 
@@ -156,12 +161,18 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
 #pragma unroll 1
   for (int i = thread; i < (2 * LAYERS + 1) * BLOCK_HIDDEN; i += THREADS)
     s.norms[i / BLOCK_HIDDEN][i % BLOCK_HIDDEN] = p.norms[i / BLOCK_HIDDEN * HIDDEN + block * BLOCK_HIDDEN + i % BLOCK_HIDDEN];
+#if QKV_BIAS
+#pragma unroll 1
+  for (int i = thread; i < LAYERS * BLOCK_QKV; i += THREADS)
+    s.biases[i / BLOCK_QKV][i % BLOCK_QKV] =
+        p.biases[i / BLOCK_QKV * (KV_HEADS * HEAD_ROWS) + block * BLOCK_QKV + i % BLOCK_QKV];
+#endif
   read_rows(c);
   __syncthreads();
   const int row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
   float residual = 0.f;
   if (row < c.rows)
-    residual = bf_low(((const unsigned short*)p.embedding)[p.tokens[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
+    residual = bf_low(((const unsigned short*)p.embedding)[(long)s.control.token[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
   publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
   Ahead ahead = {0, 0};
   load_head_norms(c, 0, ahead.norms);
@@ -193,13 +204,16 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   stamp(c, LAYERS, 0);
   project_logits(c);
   stamp(c, LAYERS, 1);
-  finish_step(c, parity);
+  __threadfence();
+  block_sync();
+  if (thread == 0) finish_step(p, parity);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
   Shared& s = *(Shared*)memory;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const u32 stop = thread == 0 ? load_exchange_word(p.state + 1) : 0;
   if (thread < WARPS * RING_PAGES) barrier_init(shared_address(s.full + thread), 1);
   if (thread == 0) s.progress = 0;
   if (thread < WARPS * UNITS) {
@@ -209,9 +223,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
 #pragma unroll 1
   for (int i = thread; i < WARPS * UNITS * UNIT / 16; i += THREADS + COPY_THREADS)
     ((uint4*)(memory + UNITS_OFFSET))[i] = make_uint4(0, 0, 0, 0);
+  if (thread == 0) s.stop = stop;
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
+  if (s.stop) {
+    if (thread == 0) finish_step(p, 0);
+    return;
+  }
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     __syncthreads();  // the rows are read

@@ -9,6 +9,7 @@ struct Control {
   int cached[MAX_ROWS];                // tokens before this are in the cache, later ones come from this step
   int first[MAX_ROWS];                 // first row of the same request
   int own[MAX_ROWS], own_slot[MAX_ROWS];  // the row's own token and its cache slot
+  int token[MAX_ROWS];                    // its id
   const int* pages[MAX_ROWS];
   const u8* pools[LAYERS][2];          // K and V
   float rotary[MAX_ROWS][HEAD_DIM];    // cosine, sine
@@ -21,8 +22,12 @@ struct __align__(16) Shared {
   alignas(16) unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
   alignas(16) unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
   unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs
+#if QKV_BIAS
+  unsigned short biases[LAYERS][BLOCK_QKV];
+#endif
   u64 full[WARPS * RING_PAGES], unit_full[WARPS][UNITS], unit_empty[WARPS][UNITS];
   volatile int progress;  // layers whose gate and up projection has begun
+  u32 stop;               // an earlier step failed, and nobody has reset it
 };
 constexpr int RING_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
 // Keys, then values, of 8 tokens; the strides keep the reads free of bank conflicts.
@@ -69,6 +74,18 @@ DEV bool may_wait(Context& c, u32& polls, int stage) {
     if (load_exchange_word(c.p.state + 1)) c.failed = true;
   }
   return !c.failed;
+}
+// Waits for a copy into this block's shared memory. Copies complete whatever other blocks do, so this goes on after a
+// missed deadline elsewhere; but it ends too. A poll of another block's word takes about 512 cycles.
+DEV void wait_barrier(Context& c, u32 barrier, u32 phase, int stage) {
+  if (barrier_done(barrier, phase)) return;
+  const long long limit = (c.failed ? min(c.p.spin_limit, 4096u) : c.p.spin_limit) * 512ll, start = clock_now();
+  while (!barrier_done(barrier, phase))
+    if (clock_now() - start > limit) {
+      store_exchange(c.p.state + 1, 1u + c.block * 16 + stage);
+      c.failed = true;
+      return;
+    }
 }
 DEV u32 greatest(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
 
@@ -133,7 +150,7 @@ DEV void fill_page(Context& c, u32 to, u32 full) {
 }
 DEV void take_page(Context& c, uint4 (&w)[PAGE_FRAGMENTS]) {
   const u32 page = c.ring + c.slot * PAGE, full = c.full + c.slot * 8;
-  while (!barrier_done(full, c.phase)) {}  // ends: the copy was issued, and copies complete
+  wait_barrier(c, full, c.phase, 8);
   u32 seen = 0;
 #pragma unroll
   for (int i = 0; i < PAGE_FRAGMENTS; i++) w[i] = load_shared(page + c.lane * 16 + i * FRAGMENT);

@@ -42,13 +42,16 @@ struct Params {
   const u8* embedding;        // [VOCAB, HIDDEN] bfloat16
   const unsigned short* norms;  // [LAYERS, 2, HIDDEN] bfloat16, then [HIDDEN] of the last norm
   const u8* head_norms;       // [LAYERS, 2, HEAD_DIM] bfloat16 (query, key); unread without QK_NORM
+  const unsigned short* biases;  // [LAYERS, KV_HEADS * HEAD_ROWS] bfloat16 of q, k and v; unread without QKV_BIAS
   const float* rotary;        // [positions, 2, HEAD_DIM / 2]: cosine, sine
   const u64* pools;           // [LAYERS, 2] addresses of K and V
   const long long* tokens;    // [rows]
   const long long* positions; // [rows]
-  const int* row_request;     // [rows] which page table a row reads
-  const int* row_first;       // [rows] first row of the same request in this step
-  const int* page_table;      // [requests, table_stride] page numbers
+  const int* query_start;     // [requests + 1] first row of each request
+  const long long* write_slots;  // [rows] negative for padding; null: all rows are real
+  const int* table_rows;      // [requests] whose row of the page table; null: request q has row q
+  const int* page_table;      // [table_rows, table_stride] page numbers
+  u64 scratch;                // room for one slot, instead of the pools where all rows are padding
   u32* exchange;              // [2, STEP_WORDS], filled with EMPTY before the first step
   u32* state;                 // parity, error, -, -, blocks done, rows of the last step
   float* logits;              // [rows, VOCAB]
@@ -56,7 +59,7 @@ struct Params {
   long long* next_token;      // [MAX_ROWS]
   long long* stamps;          // [BLOCKS, LAYERS + 1, STAMPS] cycle counts when STAMPS > 0
   long long slot_stride, head_stride;  // elements
-  int table_stride, page_shift, rows;
+  int table_stride, page_shift, rows, requests;
   u32 spin_limit, zero;       // zero is 0
   float eps, head_eps;
 };

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -37,18 +39,25 @@ def make_case(
             pool[~used] = 1e4
             pair.append(pool)
         pools.append((pair[0], pair[1]))
-    row_request = [request for request, rows in enumerate(positions) for _ in rows]
-    row_first = [row_request.index(request) for request in row_request]
+    starts = [0, *itertools.accumulate(map(len, positions))]
     flat = [position for rows in positions for position in rows]
     tokens = torch.randint(0, shape.vocab, (len(flat),), generator=generator, device=device)
 
     def ints(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    step = StepTensors(
-        tokens, ints(flat, torch.int64), ints(row_request, torch.int32), ints(row_first, torch.int32), table
+    return StepTensors(tokens, ints(flat, torch.int64), ints(starts, torch.int32), table), pools
+
+
+def one_row(step: StepTensors, row: int) -> StepTensors:
+    """A row of a step without padding, alone."""
+    request = int((step.query_start_Q1[1:] <= row).sum())
+    return StepTensors(
+        step.tokens_R[row : row + 1],
+        step.positions_R[row : row + 1],
+        torch.tensor([0, 1], dtype=torch.int32, device=step.tokens_R.device),
+        step.page_table_TP[request : request + 1],
     )
-    return step, pools
 
 
 def copy_pools(pools: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

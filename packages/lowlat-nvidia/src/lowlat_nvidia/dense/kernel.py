@@ -10,8 +10,7 @@ from torch import Tensor
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense.pack import DenseWeights, LayerWeights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
-from lowlat_nvidia.dense.step import DenseStep
-from lowlat_nvidia.dense.translate import translate
+from lowlat_nvidia.dense.step import DenseStep, StepTensors
 from lowlat_plugin import (
     Binding,
     BuildContext,
@@ -31,7 +30,9 @@ SCRATCH_LIMIT = 64 << 20
 
 
 class DenseKernel(Kernel):
-    """Decode and verify steps of Llama and Qwen3 in one persistent launch."""
+    """Decode and verify steps of Llama, Qwen2 and Qwen3 in one persistent launch."""
+
+    table_rows = True
 
     def __init__(self, spec: KernelSpec) -> None:
         super().__init__(spec)
@@ -67,9 +68,14 @@ class DenseKernel(Kernel):
         rotary = context.workspace.empty((_positions(context), 2, shape.head_dim // 2), torch.float32)
         rotary.copy_(rotary_table(frequency, len(rotary), context.device))
         weights = read_weights(shape, context)
-        self._scratch = context.workspace.empty((scratch_elements(context.layout),), torch.bfloat16)
-        self._step = DenseStep(plans.DensePlan(shape), weights, rotary, context.device, context.workspace.empty)
-        self._scratch_L2 = torch.full_like(self._step.addresses_L2, self._scratch.data_ptr())
+        self._step = DenseStep(
+            plans.DensePlan(shape),
+            weights,
+            rotary,
+            context.device,
+            context.workspace.empty,
+            scratch_elements(context.layout),
+        )
 
     def bind(self, binding: Binding) -> None:
         assert self._step is not None, "bind follows build"
@@ -77,12 +83,26 @@ class DenseKernel(Kernel):
 
     def forward(self, step: StepInputs) -> Tensor:
         assert self._step is not None, "forward follows build"
-        inputs = translate(step, self._step.addresses_L2, self._scratch_L2)
-        if inputs.logits_RV is not None and not inputs.logits_RV.is_contiguous():
+        inputs = StepTensors(
+            step.token_ids_R,
+            step.positions_R,
+            step.query_start_Q1,
+            step.page_table_QP,
+            step.write_slots_R,
+            step.table_rows_Q,
+            step.logits_RV,
+        )
+        if step.logits_RV is not None and not step.logits_RV.is_contiguous():
             inputs.logits_RV = None
-            step.logits_RV.copy_(self._step.run(inputs))  # type: ignore[union-attr]
-            return step.logits_RV  # type: ignore[return-value]
+            return step.logits_RV.copy_(self._step.run(inputs))
         return self._step.run(inputs)
+
+    def greedy(self) -> Tensor:
+        assert self._step is not None, "greedy follows forward"
+        return self._step.next_token_R
+
+    def fault(self) -> Exception | None:
+        return None if self._step is None else self._step.error()
 
     def close(self) -> None:
         if self._step is not None:
@@ -102,8 +122,11 @@ def _positions(context: BuildContext) -> int:
 def read_weights(shape: plans.DenseShape, context: BuildContext) -> DenseWeights:
     """The loaded model's tensors, by the names of Hugging Face files, bfloat16 on the step's device."""
 
-    def get(name: str) -> Tensor:
-        return context.weights.get(name + ".weight").detach().to(context.device, torch.bfloat16)
+    def get(name: str, part: str = ".weight") -> Tensor:
+        return context.weights.get(name + part).detach().to(context.device, torch.bfloat16)
+
+    def bias(name: str) -> Tensor | None:
+        return get(name, ".bias") if shape.qkv_bias else None
 
     layers = []
     for index in range(shape.layers):
@@ -122,6 +145,9 @@ def read_weights(shape: plans.DenseShape, context: BuildContext) -> DenseWeights
                 norm2=get(block + "post_attention_layernorm"),
                 q_norm=get(attention + "q_norm") if shape.qk_norm else None,
                 k_norm=get(attention + "k_norm") if shape.qk_norm else None,
+                q_bias=bias(attention + "q_proj"),
+                k_bias=bias(attention + "k_proj"),
+                v_bias=bias(attention + "v_proj"),
             )
         )
     embedding = get("model.embed_tokens")

@@ -19,7 +19,7 @@ from lowlat_nvidia.dense.plan import BLOCKS, WARPS, DensePlan, DenseShape, chunk
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer, bfloat16. Projections are [outputs, inputs] as checkpoints store them; norms are vectors."""
+    """One layer, bfloat16. Projections are [outputs, inputs] as checkpoints store them; norms and biases vectors."""
 
     q: Tensor
     k: Tensor
@@ -32,6 +32,9 @@ class LayerWeights:
     norm2: Tensor
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -67,10 +70,9 @@ def unpack_matrix(pages_PE: Tensor, outputs: int, inputs: int, page_fragments: i
 
 
 def order_qkv(shape: DenseShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Rows by KV head: its queries, its key, its value."""
-    heads = shape.kv_heads
-    parts = [w.reshape(heads, -1, shape.hidden) for w in (q, k, v)]
-    return torch.cat(parts, 1).reshape(-1, shape.hidden)
+    """Rows (of matrices, or entries of biases) by KV head: its queries, its key, its value."""
+    parts = [w.reshape(shape.kv_heads, -1, *w.shape[1:]) for w in (q, k, v)]
+    return torch.cat(parts, 1).reshape(-1, *q.shape[1:])
 
 
 def order_gate_up(gate: Tensor, up: Tensor) -> Tensor:
@@ -118,3 +120,14 @@ def pack_head_norms(shape: DenseShape, weights: DenseWeights) -> Tensor:
         for norm in (layer.q_norm, layer.k_norm):
             rows.append(weights.norm.new_ones(shape.head_dim) if norm is None else norm)
     return torch.stack(rows).reshape(shape.layers, 2, shape.head_dim).contiguous()
+
+
+def pack_biases(shape: DenseShape, weights: DenseWeights) -> Tensor:
+    """[layers, kv_heads * head_rows] in the order of the projected elements; zeros where the model has none."""
+    rows = []
+    for layer in weights.layers:
+        if layer.q_bias is None or layer.k_bias is None or layer.v_bias is None:
+            rows.append(weights.norm.new_zeros(shape.kv_heads * shape.head_rows))
+        else:
+            rows.append(order_qkv(shape, layer.q_bias, layer.k_bias, layer.v_bias))
+    return torch.stack(rows).contiguous()

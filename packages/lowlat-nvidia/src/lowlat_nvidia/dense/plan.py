@@ -33,6 +33,7 @@ class DenseShape:
     vocab: int
     qk_norm: bool
     eps: float = 1e-5
+    qkv_bias: bool = False
 
     @property
     def qdim(self) -> int:
@@ -65,16 +66,16 @@ PRESETS = {"llama-1b": LLAMA_1B, "qwen3-0.6b": QWEN3_06B, "qwen3-8b": QWEN3_8B}
 
 
 def shape_from_config(config: Mapping[str, Any]) -> DenseShape:
-    """The shape that a Hugging Face `config.json` of Llama or Qwen3 describes.
+    """The shape that a Hugging Face `config.json` of Llama, Qwen2 or Qwen3 describes.
 
     Raises UnsupportedShapeError, naming the field, for other families and options.
     """
     family = config.get("model_type")
-    if family not in ("llama", "qwen3"):
-        raise UnsupportedShapeError(f"model_type is {family!r}; the dense step computes 'llama' and 'qwen3'")
+    if family not in ("llama", "qwen2", "qwen3"):
+        raise UnsupportedShapeError(f"model_type is {family!r}; the dense step computes 'llama', 'qwen2' and 'qwen3'")
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
-            raise UnsupportedShapeError(f"{name} is set; the dense step has no biases")
+            raise UnsupportedShapeError(f"{name} is set; the dense step has biases of q, k and v alone, Qwen2's")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedShapeError(f"hidden_act is {config['hidden_act']!r}; the dense step computes 'silu'")
     if config.get("use_sliding_window"):
@@ -90,6 +91,7 @@ def shape_from_config(config: Mapping[str, Any]) -> DenseShape:
         vocab=int(config["vocab_size"]),
         qk_norm=family == "qwen3",
         eps=float(config.get("rms_norm_eps", 1e-6)),
+        qkv_bias=family == "qwen2",
     )
     check(shape)
     return shape
@@ -167,8 +169,10 @@ class DensePlan:
         """Shared memory of a block beside the ring of weights, barriers of up to 16 pages a warp included."""
         s = self.shape
         sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + WARPS * 8 * 2)
-        control = 16 + MAX_ROWS * (6 * 4 + 8 + 4 * s.head_dim)
+        control = 16 + MAX_ROWS * (7 * 4 + 8 + 4 * s.head_dim)
         control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
+        if s.qkv_bias:
+            control += 2 * s.layers * s.kv_heads * s.head_rows // BLOCKS
         heads = MAX_ROWS * (2 * s.qdim // s.kv_heads + 4 * s.head_dim)
         units = WARPS * self.units * (32 * s.head_dim + 8 * 80 + 16)
         return -(-(sums + control + heads + units + WARPS * 16 * 8) // 128) * 128 + 128
@@ -223,6 +227,7 @@ class DensePlan:
             "INTER": s.inter,
             "VOCAB": s.vocab,
             "QK_NORM": int(s.qk_norm),
+            "QKV_BIAS": int(s.qkv_bias),
             "PAGE_FRAGMENTS": self.page_fragments,
             "RING_PAGES": self.ring_pages,
             "UNITS": self.units,

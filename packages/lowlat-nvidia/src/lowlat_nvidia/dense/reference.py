@@ -10,11 +10,12 @@ from torch import Tensor
 
 from lowlat_nvidia.dense.pack import DenseWeights, LayerWeights
 from lowlat_nvidia.dense.plan import DenseShape
+from lowlat_nvidia.dense.rows import StepRow, rows_of
 from lowlat_nvidia.dense.step import StepTensors
 
 
 def random_weights(shape: DenseShape, seed: int, device: str) -> DenseWeights:
-    """Weights with unit gain in every projection, norms near one."""
+    """Weights with unit gain in every projection, norms near one, biases of the size of what they are added to."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(*size: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -25,6 +26,9 @@ def random_weights(shape: DenseShape, seed: int, device: str) -> DenseWeights:
 
     def norm(size: int) -> Tensor:
         return draw(size, scale=0.1, mean=1.0)
+
+    def bias(size: int) -> Tensor | None:
+        return draw(size) if shape.qkv_bias else None
 
     kv = shape.kv_heads * shape.head_dim
     layers = [
@@ -40,6 +44,9 @@ def random_weights(shape: DenseShape, seed: int, device: str) -> DenseWeights:
             norm2=norm(shape.hidden),
             q_norm=norm(shape.head_dim) if shape.qk_norm else None,
             k_norm=norm(shape.head_dim) if shape.qk_norm else None,
+            q_bias=bias(shape.qdim),
+            k_bias=bias(kv),
+            v_bias=bias(kv),
         )
         for _ in range(shape.layers)
     ]
@@ -57,32 +64,33 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat([a * table[0] - b * table[1], b * table[0] + a * table[1]], -1)
 
 
+def project(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    y = matrix.to(x.dtype) @ x
+    return y if bias is None else y + bias.to(x.dtype)
+
+
 def reference_row(
     shape: DenseShape,
     weights: DenseWeights,
     rotary: Tensor,
     pools: list[tuple[Tensor, Tensor]],
     page_size: int,
-    step: StepTensors,
-    row: int,
+    row: StepRow,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Logits [V] of one row, all arithmetic in `dtype`.
 
     Rows must be taken in order: each writes its keys and values into the pools.
     """
-    position = int(step.positions_R[row])
-    pages = step.page_table_QP[int(step.row_request_R[row])].long()
-    tokens = torch.arange(position + 1, device=pages.device)
-    slots = pages[tokens // page_size] * page_size + tokens % page_size
-    x = weights.embedding[step.tokens_R[row]].to(dtype)
-    table = rotary[position].to(dtype)
+    slots = row.slots(page_size)
+    x = weights.embedding[row.token].to(dtype)
+    table = rotary[row.position].to(dtype)
     group, dim = shape.q_heads // shape.kv_heads, shape.head_dim
     for layer, (pool_k, pool_v) in zip(weights.layers, pools, strict=True):
         y = rms_norm(x, layer.norm1, shape.eps)
-        q_HGD = (layer.q.to(dtype) @ y).view(shape.kv_heads, group, dim)
-        k_HD = (layer.k.to(dtype) @ y).view(shape.kv_heads, dim)
-        v_HD = (layer.v.to(dtype) @ y).view(shape.kv_heads, dim)
+        q_HGD = project(layer.q, y, layer.q_bias).view(shape.kv_heads, group, dim)
+        k_HD = project(layer.k, y, layer.k_bias).view(shape.kv_heads, dim)
+        v_HD = project(layer.v, y, layer.v_bias).view(shape.kv_heads, dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_HGD = rms_norm(q_HGD, layer.q_norm, shape.eps)
             k_HD = rms_norm(k_HD, layer.k_norm, shape.eps)
@@ -106,6 +114,13 @@ def reference_step(
     step: StepTensors,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Logits [R, V], all arithmetic in `dtype`; writes every row's keys and values."""
-    rows = range(len(step.tokens_R))
-    return torch.stack([reference_row(shape, weights, rotary, pools, page_size, step, row, dtype) for row in rows])
+    """Logits [R, V], all arithmetic in `dtype`; writes every real row's keys and values. Padding rows: as `rows_of`."""
+    rows = rows_of(step)
+    if not rows[0].real:
+        pools = [(k[:1].clone(), v[:1].clone()) for k, v in pools]
+    found = {
+        index: reference_row(shape, weights, rotary, pools, page_size, row, dtype)
+        for index, row in enumerate(rows)
+        if row.source == index
+    }
+    return torch.stack([found[row.source] for row in rows])

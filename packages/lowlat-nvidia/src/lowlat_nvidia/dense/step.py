@@ -1,6 +1,7 @@
 """A built dense step: its memory, its parameters, one launch.
 
-Suffixes: R rows, V vocabulary, Q requests, P pages a request, S slots, H KV heads, D head dimension.
+Suffixes: R rows, V vocabulary, Q requests, P pages a request, T rows of the page table, L layers, S slots, H KV heads,
+D head dimension.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowlat_nvidia.dense.pack import DenseWeights, pack, pack_head_norms, pack_norms
+from lowlat_nvidia.dense.pack import DenseWeights, pack, pack_biases, pack_head_norms, pack_norms
 from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, WARPS, DensePlan
 from lowlat_nvidia.jit import Function, compile_cubin
 
 THREADS = 32 * (WARPS + 4)  # four warps copy the cache
-STAGES = ("input", "qkv", "attention", "combine", "attention output", "gate and up", "down", "logits")
+STAGES = (
+    "q, k and v", "", "attention", "sum of splits", "attention output", "gate and up", "down", "logits",
+    "any product: a page of weights", "attention: cached keys and values", "copies of cached keys and values: room",
+)  # fmt: skip
+"""Names of the numbers in the error word: what waited."""
 DEFAULT_SPIN_LIMIT = 4_000_000  # fruitless polls of one wait: seconds, where a step takes milliseconds
 
 
 class StepDeadlineError(RuntimeError):
-    """A block waited too long for another. The results are void; the context lives, `reset` restores the step."""
+    """A block waited too long. The results are void; the context lives, `DenseStep.reset` makes it usable again."""
 
 
 _POINTERS = (
-    "weights", "embedding", "norms", "head_norms", "rotary", "pools", "tokens", "positions", "row_request", "row_first",
-    "page_table", "exchange", "state", "logits", "best", "next_token", "stamps",
+    "weights", "embedding", "norms", "head_norms", "biases", "rotary", "pools", "tokens", "positions", "query_start",
+    "write_slots", "table_rows", "page_table", "scratch", "exchange", "state", "logits", "best", "next_token", "stamps",
 )  # fmt: skip
 
 
@@ -39,6 +44,7 @@ class _Params(ctypes.Structure):
         ("table_stride", ctypes.c_int),
         ("page_shift", ctypes.c_int),
         ("rows", ctypes.c_int),
+        ("requests", ctypes.c_int),
         ("spin_limit", ctypes.c_uint),
         ("zero", ctypes.c_uint),
         ("eps", ctypes.c_float),
@@ -48,19 +54,20 @@ class _Params(ctypes.Structure):
 
 @dataclass(slots=True)
 class StepTensors:
-    """One step's inputs, on the device.
+    """One step's inputs, on the device, as the contract's `StepInputs` has them.
 
-    tokens_R, positions_R int64; row_request_R int32: the page table of each row; row_first_R int32: the first row of
-    the same request (rows of a request are neighbours with consecutive positions); page_table_QP int32.
-    addresses_L2 int64 replaces the bound pools' addresses, logits_RV (contiguous) where the logits go.
+    tokens_R, positions_R int64; query_start_Q1 int32: request q owns rows query_start[q] to query_start[q + 1] - 1,
+    with consecutive positions; page_table_TP int32: of request q row q, or table_rows_Q[q] (int32). write_slots_R int64
+    is looked at for its sign alone, negative in padding rows, which repeat the first real row; None: there are none.
+    logits_RV float32, contiguous: where the logits go; None: `DenseStep.logits_RV`.
     """
 
     tokens_R: Tensor
     positions_R: Tensor
-    row_request_R: Tensor
-    row_first_R: Tensor
-    page_table_QP: Tensor
-    addresses_L2: Tensor | None = None
+    query_start_Q1: Tensor
+    page_table_TP: Tensor
+    write_slots_R: Tensor | None = None
+    table_rows_Q: Tensor | None = None
     logits_RV: Tensor | None = None
 
 
@@ -74,8 +81,12 @@ class DenseStep:
         rotary: Tensor,
         device: str = "cuda",
         allocate: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+        scratch_elements: int = 4096,
     ) -> None:
-        """`rotary` is [positions, 2, head_dim / 2] float32: cosine, sine. `allocate` gives device memory of a shape."""
+        """`rotary` is [positions, 2, head_dim / 2] float32: cosine, sine. `allocate` gives device memory of a shape.
+
+        `scratch_elements`: from the first to the last element of one slot of the pools, for steps of padding alone.
+        """
         empty = allocate or (lambda size, dtype: torch.empty(size, dtype=dtype, device=device))
         shape = plan.shape
         self.plan = plan
@@ -87,7 +98,9 @@ class DenseStep:
         self.embedding = weights.embedding.contiguous()
         self.norms = pack_norms(weights)
         self.head_norms = pack_head_norms(shape, weights)
+        self.biases = pack_biases(shape, weights)
         self.rotary = rotary.contiguous()
+        self.scratch = empty((scratch_elements,), torch.bfloat16)
         self.exchange = empty((plan.exchange_words(),), torch.int32)
         self.state = empty((16,), torch.int32)
         self.best = empty((MAX_ROWS,), torch.int64)
@@ -124,30 +137,42 @@ class DenseStep:
         rows = len(step.tokens_R)
         if not 1 <= rows <= MAX_ROWS:
             raise ValueError(f"{rows} rows; a step has 1 to {MAX_ROWS}")
-        addresses = self.addresses_L2 if step.addresses_L2 is None else step.addresses_L2
         logits = self.logits_RV if step.logits_RV is None else step.logits_RV
         tensors = (
-            self.stream_PE, self.embedding, self.norms, self.head_norms, self.rotary, addresses, step.tokens_R,
-            step.positions_R, step.row_request_R, step.row_first_R, step.page_table_QP, self.exchange, self.state,
-            logits, self.best, self.next_token_R, self.stamps,
+            self.stream_PE, self.embedding, self.norms, self.head_norms, self.biases, self.rotary, self.addresses_L2,
+            step.tokens_R, step.positions_R, step.query_start_Q1, step.write_slots_R, step.table_rows_Q,
+            step.page_table_TP, self.scratch, self.exchange, self.state, logits, self.best, self.next_token_R,
+            self.stamps,
         )  # fmt: skip
         eps = self.plan.shape.eps
         return _Params(
-            *(tensor.data_ptr() for tensor in tensors), self._slot_stride, self._head_stride,
-            step.page_table_QP.stride(0), self._page_shift, rows, self.spin_limit, 0, eps, eps,
+            *(None if tensor is None else tensor.data_ptr() for tensor in tensors), self._slot_stride,
+            self._head_stride, step.page_table_TP.stride(0), self._page_shift, rows, len(step.query_start_Q1) - 1,
+            self.spin_limit, 0, eps, eps,
         )  # fmt: skip
 
     def run(self, step: StepTensors, stream: int | None = None) -> Tensor:
-        """Launches one step; returns logits [R, V] float32, overwritten by the next. Greedy tokens: `next_token_R`."""
+        """Launches one step; returns logits [R, V] float32, overwritten by the next. Greedy tokens: `next_token_R`.
+
+        `next_token_R` is -1 where a row's greatest logit is no finite number. A step that fails, and all after it until
+        `reset`, leave -1 for every row, and NaN in every row's first logit; `error` says why.
+        """
         parameters = self.parameters(step)
         self.function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
         return self.logits_RV[: len(step.tokens_R)] if step.logits_RV is None else step.logits_RV
 
+    def error(self) -> StepDeadlineError | None:
+        """Waits for the device; the error of a step since the last `reset`, naming the block and what it waited for."""
+        word = int(self.state[1])
+        if not word:
+            return None
+        block, stage = divmod(word - 1, 16)
+        return StepDeadlineError(
+            f"block {block} gave up waiting for the input of stage '{STAGES[stage]}'; call reset()"
+        )
+
     def check(self) -> None:
-        """Waits for the step. Raises StepDeadlineError naming the block and stage that gave up."""
-        error = int(self.state[1])
-        if error:
-            block, stage = divmod(error - 1, 16)
-            raise StepDeadlineError(
-                f"block {block} gave up waiting for the input of stage '{STAGES[stage]}'; call reset()"
-            )
+        """Waits for the step. Raises its `error`, if it has one."""
+        error = self.error()
+        if error is not None:
+            raise error

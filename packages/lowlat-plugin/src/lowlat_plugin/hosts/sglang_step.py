@@ -74,9 +74,12 @@ class Steps:
         mode, requests, rows = _mode(batch.forward_mode), int(batch.batch_size), int(input_ids.shape[0])
         # In a verify step SGLang's lengths do not count the rows yet.
         lengths = batch.seq_lens if mode is Mode.DECODE else batch.seq_lens + rows // requests
-        slots_QT = req_to_token.index_select(0, batch.req_pool_indices)
-        size = self.facts.page_size
-        table_QP = slots_QT if size == 1 else slots_QT[:, ::size] // size
+        size, table_rows_Q = self.facts.page_size, None
+        if size == 1 and self.kernel.table_rows:
+            table_QP, table_rows_Q = req_to_token, batch.req_pool_indices.int()
+        else:
+            slots_QT = req_to_token.index_select(0, batch.req_pool_indices)
+            table_QP = slots_QT if size == 1 else slots_QT[:, ::size] // size
         return StepInputs(
             mode,
             input_ids.long(),
@@ -85,6 +88,7 @@ class Steps:
             lengths.int(),
             table_QP.int(),
             batch.out_cache_loc.long(),
+            table_rows_Q=table_rows_Q,
         )
 
     def _query_start(self, requests: int, rows: int, like: Tensor) -> Tensor:
