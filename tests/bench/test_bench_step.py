@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import msgspec
 import pytest
 import torch
 
-from lowlat.bench import regions
+from lowlat.bench import random_v41, regions
 from lowlat.bench import step as step_module
 from lowlat.bench.arms import peers
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, build_arm
+from lowlat.bench.arms.general import GeneralArm
 from lowlat.bench.arms.torch_step import TorchStep
 from lowlat.bench.ceiling import measure_ceiling
 from lowlat.bench.presets import PRESETS, find_shape, shape_from_config
@@ -288,7 +290,7 @@ def test_options_that_describe_no_step_are_refused():
         build_arm("torch-eager-graph", StepCase(shape=TINY, model="smollm2"))
 
 
-def test_deepseek_has_a_floor_and_no_step():
+def test_deepseek_has_a_floor():
     options = StepOptions(model="deepseek-v41", arms=("general", "read-floor"), rows=(6,), contexts=(131072,), tp=4)
     with pytest.raises(ValueError, match="tp"):
         run_step(options)
@@ -296,6 +298,48 @@ def test_deepseek_has_a_floor_and_no_step():
     (row,) = run_step(options).result.rows
     assert row.bytes == v41_step_bytes(rows=6, context=131072, tp=1).total
     assert row.dtype == "fp8+fp4"
+
+
+def test_deepseek_of_the_published_sizes_is_refused_where_the_disk_is_too_small():
+    outcome = run_step(
+        StepOptions(model="deepseek-v41", arms=("general", "read-floor"), contexts=(1024,), ceiling_gb=0.01)
+    )
+    assert re.search(r"501\.4 GB are needed, but .* free; --layers", outcome.unavailable["general"])
+    assert [row.arm for row in outcome.result.rows] == ["read-floor"]
+    with pytest.raises(ValueError, match="40 layers, not 41"):
+        run_step(StepOptions(model="deepseek-v41", layers=41))
+
+
+def test_the_first_layers_of_a_tiny_deepseek_are_a_step_of_the_general_arm(monkeypatch):
+    folders, lengths = [], []
+    made = random_v41.make_v41
+
+    def watched(*arguments):
+        folders.append(made(*arguments))
+        return folders[-1]
+
+    monkeypatch.setattr(random_v41, "make_v41", watched)
+    original = GeneralArm.measure
+
+    def measure(arm):
+        samples = original(arm)
+        lengths.append(list(arm.runner._lengths))
+        return samples
+
+    monkeypatch.setattr(GeneralArm, "measure", measure)
+    options = StepOptions(
+        model="deepseek-v41-tiny", layers=3, arms=("general", "torch-eager-graph"), rows=(2,), contexts=(20,), rounds=1,
+        steps=2, warmup=0, ceiling_gb=0.01,
+    )  # fmt: skip
+    outcome = run_step(options)
+    (row,) = outcome.result.rows
+    assert (row.workload, row.arm, row.samples, row.bytes) == ("deepseek-v41-tiny-3l", "general", 4, None)
+    assert outcome.result.simulated.weights
+    assert "only lowlat's own runner" in outcome.unavailable["torch-eager-graph"]
+    assert lengths == [[22, 22], [22, 22]], "the context is computed again before each series of steps"
+    assert not pathlib.Path(folders[0].name).exists()
+    with pytest.raises(ValueError, match="read-floor"):
+        run_step(msgspec.structs.replace(options, arms=("read-floor",)))
 
 
 def test_step_runs_with_torch_and_msgspec_alone(tmp_path):

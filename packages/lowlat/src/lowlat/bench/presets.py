@@ -83,8 +83,18 @@ PRESETS: dict[str, DenseShape] = {
 """`tiny` exists so that every command can be tried in a second on any machine."""
 
 DEEPSEEK_V41 = "deepseek-v41"
+V41_NAMES = (DEEPSEEK_V41, f"{DEEPSEEK_V41}-tiny")
+"""Computed by lowlat's own runner alone: see `random_v41`. The tiny one has all parts of the large one."""
 
-MODEL_NAMES = (*PRESETS, DEEPSEEK_V41)
+MODEL_NAMES = (*PRESETS, *V41_NAMES)
+
+
+class FolderShape(msgspec.Struct, frozen=True):
+    """What an arm must know of a model that only lowlat's runner computes, from a checkpoint's folder."""
+
+    name: str
+    vocab: int
+    max_context: int
 
 
 def shape_from_config(config: dict[str, Any], name: str) -> DenseShape:
@@ -117,10 +127,10 @@ def shape_from_config(config: dict[str, Any], name: str) -> DenseShape:
 def find_shape(model: str, layers: int | None = None) -> DenseShape:
     """The shape of a preset by name or of a folder with a config.json; `layers` keeps only that many.
 
-    Raises ValueError naming the presets, and for DeepSeek-V4.1, which has byte counts here but no dense step.
+    Raises ValueError naming the presets, and for DeepSeek-V4.1, which is no dense model.
     """
-    if model == DEEPSEEK_V41:
-        raise ValueError(f"{DEEPSEEK_V41} is no dense model: only the read-floor arm knows its bytes in this version")
+    if model in V41_NAMES:
+        raise ValueError(f"{model} is no dense model")
     if model in PRESETS:
         shape = PRESETS[model]
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import msgspec
 
 from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
-from lowlat.bench.presets import DEEPSEEK_V41, find_shape
+from lowlat.bench.presets import DEEPSEEK_V41, V41_NAMES, DenseShape, FolderShape, find_shape
 from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, save, slug
 from lowlat.bench.roofline import StepBytes, dense_step_bytes, v41_step_bytes
 from lowlat.bench.stats import alternate
@@ -47,10 +48,12 @@ class StepOutcome(msgspec.Struct):
     unavailable: dict[str, str]
 
 
-def step_bytes(options: StepOptions, rows: int, context: int) -> StepBytes:
-    """Bytes of one step of the options' model."""
+def step_bytes(options: StepOptions, rows: int, context: int, *, draft: bool = True) -> StepBytes | None:
+    """Bytes of one step of the options' model, of DeepSeek-V4.1 with its draft or without; None: they are not known."""
     if options.model == DEEPSEEK_V41:
-        return v41_step_bytes(rows=rows, context=context, tp=options.tp, layers=options.layers)
+        return v41_step_bytes(rows=rows, context=context, tp=options.tp, layers=options.layers, draft=draft)
+    if options.model in V41_NAMES:
+        return None
     shape = find_shape(options.model, options.layers)
     return dense_step_bytes(shape, requests=rows, context=context, dtype=options.dtype, tp=options.tp)
 
@@ -106,11 +109,14 @@ def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: d
     if not built:
         return []
     notes = {name: arm.note for name, arm in built.items()}
-    counted = step_bytes(options, case.requests, case.context)
-    sizes = {
-        name: counted.total if arm.weight_bytes is None else arm.weight_bytes + counted.kv + counted.embedding
-        for name, arm in built.items()
-    }
+    counted = step_bytes(options, case.requests, case.context, draft=False)
+
+    def size_of(arm: StepArm) -> int | None:
+        if counted is None:
+            return None
+        return counted.total if arm.weight_bytes is None else arm.weight_bytes + counted.kv + counted.embedding
+
+    sizes = {name: size_of(arm) for name, arm in built.items()}
     clocked = {name: _CpuShare(arm.measure) for name, arm in built.items()}
     try:
         measured = alternate(
@@ -141,7 +147,10 @@ def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: d
 
 
 def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, name: str, dtype: str) -> Row:
-    size = step_bytes(options, rows, context).total
+    counted = step_bytes(options, rows, context)
+    if counted is None:
+        raise ValueError(f"nothing counts the bytes of {name}: leave out read-floor")
+    size = counted.total
     value = size / (ceiling.tb_s * 1e6)
     return Row(
         workload=name, arm="read-floor", metric="step_us", median=value, low=value, high=value, samples=1, rows=rows,
@@ -150,19 +159,46 @@ def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, 
     )  # fmt: skip
 
 
-def _dense_cases(options: StepOptions) -> list[StepCase]:
-    shape = find_shape(options.model, options.layers)
+def _shape(options: StepOptions) -> DenseShape | FolderShape:
+    if options.model not in V41_NAMES:
+        return find_shape(options.model, options.layers)
+    from lowlat.bench.random_v41 import v41_shape
+
+    return v41_shape(options.model, options.layers)
+
+
+def _cases(options: StepOptions, shape: DenseShape | FolderShape, folder: str | None) -> list[StepCase]:
     too_long = [context for context in options.contexts if context + options.steps + 4 > shape.max_context]
     if too_long:
         raise ValueError(f"{shape.name} holds {shape.max_context} tokens: contexts {too_long} do not fit")
     return [
         StepCase(
             shape=shape, requests=rows, context=context, dtype=options.dtype, device=options.device, seed=options.seed,
-            model=options.model_folder, steps=options.steps,
+            model=folder, steps=options.steps,
         )
         for rows in options.rows
         for context in options.contexts
     ]  # fmt: skip
+
+
+def _measured(
+    options: StepOptions, shape: DenseShape | FolderShape, say: Say, unavailable: dict[str, str]
+) -> list[Row]:
+    """Rows of every case; a DeepSeek-V4.1 without a folder is written for as long as that takes."""
+    with contextlib.ExitStack() as stack:
+        folder = options.model_folder
+        if folder is None and isinstance(shape, FolderShape) and set(options.arms) - {"read-floor"}:
+            from lowlat.bench.random_v41 import make_v41
+
+            say(f"writing {shape.name} with random weights")
+            try:
+                folder = stack.enter_context(make_v41(options.model, options.layers, options.seed))
+            except ArmUnavailableError as error:
+                unavailable.update({arm: str(error) for arm in options.arms if arm != "read-floor"})
+                return []
+        return [
+            row for case in _cases(options, shape, folder) for row in _rows_of_case(options, case, say, unavailable)
+        ]
 
 
 def run_step(options: StepOptions, say: Say = lambda _: None, *, command: str | None = None) -> StepOutcome:
@@ -172,26 +208,20 @@ def run_step(options: StepOptions, say: Say = lambda _: None, *, command: str | 
     Raises ValueError for options that describe no step, and RuntimeError where no arm could run.
     """
     check_options(options)
+    shape = _shape(options)
     say("measuring the read ceiling")
     before = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
-    rows: list[Row] = []
     unavailable: dict[str, str] = {}
-    if options.model != DEEPSEEK_V41:
-        for case in _dense_cases(options):
-            rows += _rows_of_case(options, case, say, unavailable)
-    else:
-        others = [arm for arm in options.arms if arm != "read-floor"]
-        unavailable.update(dict.fromkeys(others, "no step of deepseek-v41 in this version"))
+    rows = _measured(options, shape, say, unavailable)
     after = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
     ceiling = max(before, after, key=lambda c: c.tb_s)
     for row in rows:
         if row.bytes:
             row.ceiling_fraction = round(row.bytes / (row.median * ceiling.tb_s * 1e6), 4)
-    subject = options.model if options.model == DEEPSEEK_V41 else find_shape(options.model, options.layers).name
     if "read-floor" in options.arms:
         dtype = "fp8+fp4" if options.model == DEEPSEEK_V41 else options.dtype
         rows += [
-            _floor_row(options, r, context, ceiling, subject, dtype)
+            _floor_row(options, r, context, ceiling, shape.name, dtype)
             for r in options.rows
             for context in options.contexts
         ]
@@ -199,7 +229,7 @@ def run_step(options: StepOptions, say: Say = lambda _: None, *, command: str | 
         reasons = "; ".join(f"{arm}: {reason}" for arm, reason in unavailable.items())
         raise RuntimeError(f"no arm could run ({reasons})")
     result = new_result(
-        slug("step", subject, *(() if options.model_folder else ("random",))),
+        slug("step", shape.name, *(() if options.model_folder else ("random",))),
         simulated=Simulated(weights=options.model_folder is None),
         read_ceiling_tb_s=ceiling.tb_s,
         command=command,

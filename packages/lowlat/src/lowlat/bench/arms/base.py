@@ -8,13 +8,17 @@ from typing import Protocol
 
 import msgspec
 
-from lowlat.bench.presets import DenseShape
+from lowlat.bench.presets import DenseShape, FolderShape
+
+
+class ArmUnavailableError(RuntimeError):
+    """An arm that cannot run here; the text says why and what would help."""
 
 
 class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     """One step to measure: `requests` requests of one row each, every one with `context` tokens in the cache."""
 
-    shape: DenseShape
+    shape: DenseShape | FolderShape
     requests: int = 1
     context: int = 1024
     dtype: str = "bfloat16"
@@ -25,9 +29,12 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 5
     """Steps timed by each call of an arm's `measure`."""
 
-
-class ArmUnavailableError(RuntimeError):
-    """An arm that cannot run here; the text says why and what would help."""
+    @property
+    def dense(self) -> DenseShape:
+        """The shape, for arms that write the step themselves. Raises ArmUnavailableError for other models."""
+        if not isinstance(self.shape, DenseShape):
+            raise ArmUnavailableError(f"only lowlat's own runner computes {self.shape.name}")
+        return self.shape
 
 
 class StepArm(Protocol):

@@ -63,7 +63,7 @@ class GeneralArm:
             kernels=kernels,
         )
         checkpoint: Any = (
-            open_checkpoint(case.model) if case.model else RandomCheckpoint(case.shape, case.seed, case.device)
+            open_checkpoint(case.model) if case.model else RandomCheckpoint(case.dense, case.seed, case.device)
         )
         try:
             parts = build_rank(config, checkpoint, SingleRank(), lambda *_: None)
@@ -79,7 +79,9 @@ class GeneralArm:
         self._case = case
         self._step = 2
         self._windows = parts.windows
-        self._fill(pages_each)
+        self._pages_each = pages_each
+        self._has_state = parts.snapshots is not None
+        self._fill()
         if kernels is not None:
             self._check_taken_over(parts.kernels.low, kernels)
             self.note += f", kernels {parts.facts.kernels}"
@@ -100,8 +102,9 @@ class GeneralArm:
         self.runner.run(plan)
         self._step += 1
 
-    def _fill(self, pages_each: int) -> None:
+    def _fill(self) -> None:
         """Compute the context of every request, in chunks as the scheduler would."""
+        pages_each = self._pages_each
         for slot in range(self._case.requests):
             begins = [(slot, GREEDY)]
             owned = list(range(slot * pages_each, (slot + 1) * pages_each))
@@ -121,7 +124,11 @@ class GeneralArm:
                 begins, pages = [], []
 
     def rewind(self) -> None:
-        """Set every request back to `context` tokens by computing its last prompt token again."""
+        """Set every request back to `context` tokens by computing its last prompt token again; models with state that
+        only goes forward compute all of it again."""
+        if self._has_state:
+            self._fill()
+            return
         last = self._case.context - 1
         chunks = [PrefillChunk(slot, last, [3], True) for slot in range(self._case.requests)]
         self._run(StepPlan(self._step, [], [], chunks, []))

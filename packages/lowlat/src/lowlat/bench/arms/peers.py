@@ -22,13 +22,13 @@ MEMORY_FRACTION = 0.4
 def _config_folder(case: StepCase) -> tempfile.TemporaryDirectory[str]:
     """A folder with nothing but config.json: the engines fill in dummy weights."""
     folder = tempfile.TemporaryDirectory(prefix="lowlat-bench-")
-    (pathlib.Path(folder.name) / "config.json").write_text(json.dumps(case.shape.config()))
+    (pathlib.Path(folder.name) / "config.json").write_text(json.dumps(case.dense.config()))
     return folder
 
 
 def _prompts(case: StepCase, salt: int) -> list[list[int]]:
     """Prompts that share no prefix with those of another salt, so that no cache shortens a prefill."""
-    size = case.shape.vocab - 3
+    size = case.dense.vocab - 3
     return [
         [(salt * 7919 + request * 104729 + i * 31) % size + 3 for i in range(case.context)]
         for request in range(case.requests)

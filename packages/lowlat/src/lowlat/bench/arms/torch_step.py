@@ -29,7 +29,7 @@ class TorchStep:
     """A dense decoder with random weights, a static cache, and one row for each request at position `context`."""
 
     def __init__(self, case: StepCase, regions: Marks | None = None, *, compiled: bool = False) -> None:
-        self.shape = shape = case.shape
+        self.shape = shape = case.dense
         self.regions = regions
         self.device = torch.device(case.device)
         self.dtype = getattr(torch, case.dtype)
@@ -175,7 +175,7 @@ class TorchArm:
     weight_bytes: int | None = None
 
     def __init__(self, case: StepCase, *, compiled: bool) -> None:
-        if case.model is not None:
+        if case.dense and case.model is not None:
             raise ArmUnavailableError("the plain PyTorch step has random weights only: leave out --model-folder")
         self._steps = case.steps
         self._cuda = case.device == "cuda"

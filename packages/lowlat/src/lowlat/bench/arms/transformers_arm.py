@@ -18,11 +18,11 @@ class TransformersArm:
     note = "dynamic cache, SDPA, eager"
 
     def __init__(self, case: StepCase) -> None:
-        if case.model is not None:
+        if case.dense and case.model is not None:
             raise ArmUnavailableError("the transformers arm runs random weights: leave out --model-folder")
         from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-        fields = case.shape.config()
+        fields = case.dense.config()
         del fields["torch_dtype"]
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         torch.manual_seed(case.seed)
@@ -31,7 +31,7 @@ class TransformersArm:
             self._model = make(config, attn_implementation="sdpa", dtype=getattr(torch, case.dtype)).eval()
         accepted = inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        shape = case.shape
+        shape = case.dense
         self._cache: Any = DynamicCache()
         for layer in range(shape.layers):
             size = (case.requests, shape.kv_heads, case.context, shape.head_dim)

@@ -20,9 +20,11 @@ Examples:
 
   lowlat bench step --model deepseek-v41 --arms read-floor --rows 6 --tp 4 --device cuda    bytes and floor alone
 
-Models: llama-1b, qwen3-0.6b, qwen3-8b, smollm2, deepseek-v41, tiny, or a folder with a config.json.
-Arms: general, torch-eager-graph, torch-compile, transformers, vllm, sglang, read-floor; an arm that cannot run is
-named and left out. Arms alternate in one run (A B B A); the read ceiling is measured before and after.
+  lowlat bench step --model deepseek-v41-tiny --layers 3 --arms general --context 64
+
+Models: llama-1b, qwen3-0.6b, qwen3-8b, smollm2, deepseek-v41, deepseek-v41-tiny, tiny, or a folder with a config.json.
+Arms: general, torch-eager-graph, torch-compile, transformers, vllm, sglang, read-floor, and kernel libraries as
+lowlat-NAME or plugin:NAME; an arm that cannot run is named and left out. Arms alternate in one run (A B B A); the read ceiling is measured before and after.
 """
 
 
