@@ -10,7 +10,9 @@ import pytest
 from lowlat.bench import gate, gate_counts, plots, report
 from lowlat.bench.compare import compare
 from lowlat.bench.host_work import HostWork
+from lowlat.bench.presets import PRESETS
 from lowlat.bench.results import LOWER_IS_BETTER, METRICS, Result, Row, Simulated, save
+from lowlat.bench.roofline import dense_step_bytes
 from lowlat.bench.stamp import Machine
 
 
@@ -119,7 +121,25 @@ def test_times_fail_only_after_three_repeats_beyond_one_and_a_half():
 
 def test_the_committed_baseline_covers_what_is_counted_today():
     kept = gate.load_baseline(gate.default_baseline())
-    assert kept.bytes == gate_counts.step_byte_counts()
+    kernels = gate.kernel_byte_counts(kept.counters)
+    assert kept.counters == list(gate_counts.KERNEL_COUNTERS)
+    assert set(kept.bytes) == {*gate_counts.step_byte_counts(), *kernels}
+    assert {finding.verdict for finding in gate_counts.run_gate(kept, only="bytes", say=print)} <= {"ok", "better"}
+    # A kernel streams the weights of the step's count, and at most a hundredth more, which is padding.
+    for name, size in kernels.items():
+        preset = name.removeprefix("lowlat-nvidia dense ").removesuffix(" weights")
+        counted = dense_step_bytes(PRESETS[preset], requests=1, context=1, dtype="bfloat16")
+        assert 0.99 * (counted.layers + counted.head) < size < 1.01 * (counted.layers + counted.head)
+
+
+def test_a_library_that_is_not_installed_is_not_judged():
+    kept = baseline(bytes={"kernel": 5}, counters=["no_such_library:counts"])
+    (finding,) = gate_counts.run_gate(kept, only="bytes", say=print)
+    assert (finding.verdict, finding.reason) == ("not judged", "nothing counts it here")
+
+
+def test_host_work_of_the_baseline_is_what_is_counted():
+    kept = gate.load_baseline(gate.default_baseline())
     names = {f"{scenario}-{requests}" for scenario, requests in gate_counts.HOST_WORK}
     assert set(kept.instructions) == set(kept.times) == names
 

@@ -1,11 +1,13 @@
 """`lowlat bench gate`: judges in CI what does not depend on a busy machine, and times only where they are far off.
 
 Host work is judged by instructions that callgrind counts around a scripted executor; steps by the bytes that they must
-move; times only as a ratio to a fixed piece of work in the same run, and only beyond 1.5 times after three repeats.
+move, and kernels by the bytes that they read by their plans; times only as a ratio to a fixed piece of work in the same
+run, and only beyond 1.5 times after three repeats.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import platform
@@ -14,11 +16,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from lowlat.bench.stamp import repository_root
+from lowlat_plugin.registry import load_object
 
 SHORT_STEPS, LONG_STEPS = 40, 240
 TIME_FACTOR = 1.5
@@ -38,6 +41,8 @@ class Baseline(msgspec.Struct, kw_only=True):
     python: str
     instructions: dict[str, Limit] = {}
     bytes: dict[str, int] = {}
+    counters: list[str] = []
+    """Functions `module:name` of kernel libraries that say how many bytes their kernels read: name to bytes."""
     times: dict[str, float] = {}
     """Host seconds a step over the seconds of the fixed piece of work."""
 
@@ -154,11 +159,20 @@ def judge_bytes(baseline: Baseline, counts: Mapping[str, int]) -> list[Finding]:
     for name, expected in baseline.bytes.items():
         value = counts.get(name)
         if value is None:
-            findings.append(Finding(kind="bytes", name=name, verdict="not judged", reason="nothing counts it any more"))
+            findings.append(Finding(kind="bytes", name=name, verdict="not judged", reason="nothing counts it here"))
             continue
         verdict = "ok" if value == expected else "worse" if value > expected else "better"
         findings.append(Finding(kind="bytes", name=name, verdict=verdict, value=value, baseline=expected))
     return findings
+
+
+def kernel_byte_counts(counters: Sequence[str]) -> dict[str, int]:
+    """What the counters of kernel libraries say; a library that is not installed counts nothing."""
+    counts: dict[str, int] = {}
+    for counter in counters:
+        with contextlib.suppress(ImportError):
+            counts.update(load_object(counter)())
+    return counts
 
 
 def judge_times(baseline: Baseline, measure: Callable[[str], float]) -> list[Finding]:

@@ -13,12 +13,14 @@ from lowlat.bench.gate import (
     judge_bytes,
     judge_instructions,
     judge_times,
+    kernel_byte_counts,
     python_version,
 )
 from lowlat.bench.host_work import seconds_per_step
 from lowlat.bench.presets import PRESETS
 from lowlat.bench.roofline import dense_step_bytes, v41_step_bytes
 
+KERNEL_COUNTERS = ("lowlat_nvidia.counts:step_bytes",)
 HOST_WORK = (("decode", 8), ("churn", 4))
 TOLERANCE = 0.03
 
@@ -52,7 +54,8 @@ def current_baseline(say: Say) -> Baseline:
     return Baseline(
         python=python_version(),
         instructions=instructions,
-        bytes=step_byte_counts(),
+        bytes=step_byte_counts() | kernel_byte_counts(KERNEL_COUNTERS),
+        counters=list(KERNEL_COUNTERS),
         times={name: round(time_ratio(name), 6) for name in names},
     )
 
@@ -61,7 +64,7 @@ def run_gate(baseline: Baseline, *, only: str | None, say: Say) -> list[Finding]
     """Judge what is asked for, cheapest first."""
     findings: list[Finding] = []
     if only in (None, "bytes"):
-        findings += judge_bytes(baseline, step_byte_counts())
+        findings += judge_bytes(baseline, step_byte_counts() | kernel_byte_counts(baseline.counters))
     if only in (None, "times"):
         say("timing host work")
         findings += judge_times(baseline, time_ratio)

@@ -24,7 +24,8 @@ Examples:
 
 Models: llama-1b, qwen3-0.6b, qwen3-8b, smollm2, deepseek-v41, deepseek-v41-tiny, tiny, or a folder with a config.json.
 Arms: general, torch-eager-graph, torch-compile, transformers, vllm, sglang, read-floor, and kernel libraries as
-lowlat-NAME or plugin:NAME; an arm that cannot run is named and left out. Arms alternate in one run (A B B A); the read ceiling is measured before and after.
+lowlat-NAME or plugin:NAME; an arm that cannot run is named and left out. Arms alternate in one run (A B B A); the read
+ceiling is measured before and after.
 """
 
 
