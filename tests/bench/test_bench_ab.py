@@ -10,9 +10,11 @@ import urllib.request
 import pytest
 
 from lowlat.bench import ab
+from lowlat.bench.commands import ab as command
 from lowlat.bench.load.records import Record
 from lowlat.bench.load.traces import Agent, Turn
 from lowlat.bench.local_server import ServerStartError, local_server
+from lowlat.bench.results import load as load_result
 
 SCRIPTED = (sys.executable, str(pathlib.Path(__file__).with_name("scripted_server.py")))
 
@@ -117,3 +119,34 @@ def test_a_server_that_does_not_start_says_why():
     sleeper = (sys.executable, "-c", "import time; time.sleep(60)")
     with pytest.raises(ServerStartError, match="not ready within"), local_server([], command=sleeper, start_s=0.3):
         pass
+
+
+@pytest.mark.parametrize(
+    ("serve_args", "flag", "simulated"),
+    [
+        ("--threads 1", False, False),
+        ("--threads 1", True, True),
+        ("--spec ngram --spec-simulate-acceptance 3.5", False, True),
+        ("--spec ngram --spec-simulate-acceptance=3.5", False, True),
+    ],
+)
+def test_a_forced_acceptance_is_said_in_the_result(serve_args, flag, simulated, monkeypatch, tmp_path):
+    given = {}
+
+    def run(sides, loads, *, rounds, say):
+        given["shared"], given["loads"] = sides.shared, loads
+        outcome = ab.AbOutcome(covered=ab.Covered(plugin=9.0, general=1.0))
+        for load in loads:
+            record = Record(sent=0.0, content_times=[0.1, 0.2, 0.3], ended=0.3, status=200, output_tokens=3)
+            outcome.off[load.name] = outcome.on[load.name] = [[record]]
+        return outcome
+
+    monkeypatch.setattr(ab, "run_ab", run)
+    command.ab(serve_args=serve_args, acceptance=flag, weights="random", save=True, results=tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    result = load_result(path)
+    assert (result.simulated.acceptance, result.simulated.weights) == (simulated, True)
+    assert given["shared"] == ("--model", "smollm2", *serve_args.split())
+    assert [(load.users, load.input_tokens, load.output_tokens) for load in given["loads"]] == [
+        (users, 8192, 1024) for users in (1, 2, 4, 8)
+    ]

@@ -47,12 +47,14 @@ def make_folder(
     dtype: str = "bfloat16",
     max_context: int | None = None,
     seed: int = 0,
+    device: str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write config, tokenizer and random weights into a new `folder`, in shards of at most 4 GB.
 
-    `tokenizer` is a folder with a tokenizer.json; a shape with fewer tokens gets a larger vocabulary. Raises
-    FileExistsError where `folder` is not empty.
+    Weights are drawn on `device`, and differ between a CPU and a GPU. `tokenizer` is a folder with a tokenizer.json; a
+    shape with fewer tokens gets a larger vocabulary. Raises FileExistsError where
+    `folder` is not empty.
     """
     import torch
     from safetensors.torch import save_file
@@ -66,7 +68,7 @@ def make_folder(
         shape = msgspec.structs.replace(shape, vocab=-(-tokenizer_size(source) // 64) * 64)
     filled = filled_tokenizer(source, shape.vocab)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = RandomCheckpoint(shape, seed)
+    weights = RandomCheckpoint(shape, seed, device)
     config = {**shape.config(), "torch_dtype": dtype}
     if max_context is not None:
         config["max_position_embeddings"] = max_context
@@ -85,7 +87,7 @@ def make_folder(
             shard, size = {}, 0
 
     for done, name in enumerate(names, 1):
-        tensor = weights.tensor(name, getattr(torch, dtype))
+        tensor = weights.tensor(name, getattr(torch, dtype)).cpu()
         if size + tensor.nbytes > SHARD_BYTES:
             flush()
         shard[name] = tensor

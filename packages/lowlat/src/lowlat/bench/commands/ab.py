@@ -79,7 +79,11 @@ def ab(
     one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Start a server for each block.")] = False,
     least_covered: Annotated[float, typer.Option("--least-covered", help="Least fraction of steps by kernels.")] = 0.5,
     acceptance: Annotated[
-        bool, typer.Option("--simulated-acceptance", help="Say that drafts were accepted by force.")
+        bool,
+        typer.Option(
+            "--simulated-acceptance",
+            help="Say that drafts were accepted by force; known where --serve-args has --spec-simulate-acceptance.",
+        ),
     ] = False,
     weights: Weights = None,
     as_json: AsJson = False,
@@ -91,11 +95,13 @@ def ab(
 
     with plain_errors():
         simulated = random_weights(weights, needed=as_json or save)
+        extra = shlex.split(serve_args)
+        acceptance = acceptance or any(word.startswith("--spec-simulate-acceptance") for word in extra)
         counts = numbers(users or ("1,2,4,8" if preset == "8k1k" else "1,4,8"), "--users")
         loads = _loads(preset, counts, path, input_tokens, output_tokens, requests, time_scale, max_turns)
         name = arm or kernels or "lowlat-nvidia"
         on = ("--low-latency", "require", "--kernels", kernels) if kernels else ("--low-latency", "auto")
-        shared = ("--model", model, *shlex.split(serve_args))
+        shared = ("--model", model, *extra)
         sides = measure.Sides(shared=shared, on=on, on_arm=name, one_at_a_time=one_at_a_time)
         subject = "requests" if preset == "8k1k" and (input_tokens, output_tokens) != (8192, 1024) else preset
         outcome = measure.run_ab(sides, loads, rounds=rounds, say=say)

@@ -34,6 +34,9 @@ def make_model(
         typer.Option("--tokenizer", help="Folder with a tokenizer.json; default: the embedded model's."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the weights.")] = 0,
+    device: Annotated[
+        str, typer.Option("--device", help="Where weights are drawn: cpu, or cuda, which is faster and draws others.")
+    ] = "cpu",
 ) -> None:
     """Write a model folder with random weights, to measure an architecture whose weights are not at hand."""
     with plain_errors():
@@ -45,7 +48,12 @@ def make_model(
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
         words = tokenizer or open_checkpoint("smollm2").folder
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"--device {device!r} is neither cpu nor cuda")
         shape = find_shape(model, layers)
-        make_folder(shape, folder, words, dtype=dtype, max_context=max_context, seed=seed, progress=counter("weights"))
+        make_folder(
+            shape, folder, words, dtype=dtype, max_context=max_context, seed=seed, device=device,
+            progress=counter("weights"),
+        )  # fmt: skip
         end_progress()
         print(f"wrote {folder}", file=sys.stderr)
