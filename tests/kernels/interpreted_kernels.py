@@ -90,6 +90,31 @@ def test_attention(lengths, rows, heads, kv_heads, dim, page, window, sinks):
     close(out, expected)
 
 
+ITEM_CASES = [
+    # lengths, rows, items of each segment, heads, kv heads, dim, page size, window, sinks
+    ([40], [16], [[3, 1, 8, 4]], 4, 2, 16, 4, 0, False),
+    ([12], [12], [[5, 7]], 2, 1, 8, 4, 0, True),
+    ([150, 90, 0, 33, 21], [40, 90, 3, 9, 21], [[8] * 5, [], [], [30], [4, 4, 2]], 4, 2, 16, 16, 0, True),
+    ([300], [90], [[30, 1, 2, 57]], 2, 2, 16, 5, 0, False),
+    ([60, 44, 70], [30, 20, 11], [[7, 3, 20], [], [25]], 4, 2, 16, 4, 9, True),
+    ([64, 50], [40, 20], [[18, 22], [6, 6, 6]], 2, 1, 16, 8, 30, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "items", "heads", "kv_heads", "dim", "page", "window", "sinks"), ITEM_CASES
+)
+def test_attention_of_items(lengths, rows, items, heads, kv_heads, dim, page, window, sinks):
+    case = PagedCase(lengths, rows, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page, window=window, items=items)
+    rule = case.rule(window=window, sinks=sinks)
+    expected = by_hand(case, rule)
+    close(REFERENCE.attend(case.q_RND, case.keys_SKD, case.values_SKD, case.step, rule), expected.flatten(1))
+    for programs in (1, 23):
+        out = torch.full_like(case.q_RND, float("nan"))
+        run(case, case.segments, rule, out, programs)
+        close(out, expected)
+
+
 def test_a_row_is_the_same_bits_beside_any_neighbours():
     case = PagedCase([200, 64, 9], [1, 1, 1], heads=2, kv_heads=1, dim=16, page_size=16)
     rule = case.rule()

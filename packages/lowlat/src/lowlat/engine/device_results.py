@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from lowlat.engine.device_sampler import Samples
@@ -18,6 +19,15 @@ from lowlat.engine.request import TokenLogprobs
 # A result is polled this often at first, and seldom later: a decode step takes a millisecond or few.
 _SPIN_S = 2e-3
 _LOOK_S = 5e-5
+
+
+class LabelReads(msgspec.Struct):
+    """Log-probabilities of labels that a step reads."""
+
+    values: torch.Tensor
+    """As `device_chunks.label_logprobs` gives them."""
+    chunks: list[tuple[int, list[list[int]]]]
+    """For each chunk with rows to read, its slot and the labels of each row."""
 
 
 class PendingStep:
@@ -31,6 +41,7 @@ class PendingStep:
         wanted: list[int],
         device: torch.device,
         done: Callable[[list[int]], None],
+        reads: LabelReads | None = None,
     ) -> None:
         """Start the copies. The samples' first rows are those of `slots`, the others padding; `wanted` are the
         log-probabilities that each wants (-1 none). `done` hears of the tokens once, before anybody else."""
@@ -44,6 +55,9 @@ class PendingStep:
         if samples is not None:
             fetched = [_fetch(part, len(slots)) for part in samples.tensors()]
             self._samples = Samples(*fetched)
+        self._reads = reads
+        if reads is not None:
+            self._reads = LabelReads(_fetch(reads.values, len(reads.values)), reads.chunks)
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
@@ -81,21 +95,35 @@ class PendingStep:
         return True
 
     def _read(self) -> StepResult:
+        labels, bad = self._labels()
         samples = self._samples
         if samples is None:
             self._done([])
-            return StepResult(self._step, [])
+            return StepResult(self._step, [], label_logprobs=labels, bad_slots=bad)
         tokens: list[int] = samples.tokens_M.tolist()
         self._done(tokens)
         logprobs = self._logprobs(samples)
-        bad = [slot for slot, token in zip(self._slots, tokens, strict=True) if token < 0]
-        if not bad:
-            return StepResult(self._step, tokens, logprobs)
+        broken = [slot for slot, token in zip(self._slots, tokens, strict=True) if token < 0]
+        if not broken:
+            return StepResult(self._step, tokens, logprobs, label_logprobs=labels, bad_slots=bad)
         counts = [int(token >= 0) for token in tokens]
         kept = [token for token in tokens if token >= 0]
         if logprobs is not None:
             logprobs = [entry for entry, count in zip(logprobs, counts, strict=True) if count]
-        return StepResult(self._step, kept, logprobs, counts=counts, bad_slots=bad)
+        return StepResult(
+            self._step, kept, logprobs, counts=counts, label_logprobs=labels, bad_slots=sorted({*bad, *broken})
+        )
+
+    def _labels(self) -> tuple[list[list[list[float]]] | None, list[int]]:
+        """By chunk, by row, by label; and the slots of chunks of which a row is not numbers."""
+        if self._reads is None:
+            return None, []
+        values: list[float] = self._reads.values.tolist()
+        rows = [(slot, ids) for slot, labels in self._reads.chunks for ids in labels]
+        usable = values[len(values) - len(rows) :]
+        bad = sorted({slot for (slot, _), good in zip(rows, usable, strict=True) if not good})
+        picked = iter(values)
+        return [[[next(picked) for _ in ids] for ids in labels] for _, labels in self._reads.chunks], bad
 
     def _logprobs(self, samples: Samples) -> list[TokenLogprobs | None] | None:
         """One entry a row, None where the row wants none."""

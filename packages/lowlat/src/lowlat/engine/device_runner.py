@@ -1,9 +1,9 @@
 """The runner of GPUs: slots' states live on the device, and the host queues steps without waiting for any.
 
 A decode step is one body over tensors that stay where they are: a CUDA graph for each sampling mode and padded number
-of requests (`graphs`), or the same operations one by one. Steps with prompt chunks run one by one. What the device
-cannot do (grammars, scores of prompts, items) goes to `ModelRunner`, after all steps in flight: correct, but slower,
-and counted in `fallbacks`.
+of requests (`graphs`), or the same operations one by one. Of steps with prompt chunks the layers are such a body
+(`device_chunks`). What the device cannot do (grammars, log-probabilities of whole prompts) goes to `ModelRunner`, after
+all steps in flight: correct, but slower, and counted in `fallbacks`.
 
 Status: this has run on CPUs only, where it gives the tokens of `ModelRunner`.
 
@@ -20,7 +20,8 @@ import torch
 
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import GREEDY, PlanLimits, SlotSampling, StepPlan
-from lowlat.engine.device_results import PendingStep
+from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, label_logprobs
+from lowlat.engine.device_results import LabelReads, PendingStep
 from lowlat.engine.device_sampler import Samples, SamplingMode, choose
 from lowlat.engine.device_state import DeviceState, PageTable, to_device
 from lowlat.engine.executor import ExecutorError, StepResult
@@ -59,6 +60,7 @@ class DeviceRunner:
         """Steps that the host ran, by the reason."""
         self._most = limits.max_batch
         self._state = DeviceState(limits, layout, model.vocab_size, self.device)
+        self._chunks = ChunkBodies(model, self.kv, self._state, bodies)
         self._slots_B: dict[int, torch.Tensor] = {}
         self._sent: dict[int, list[int]] = {}
         self._lengths = [0] * limits.max_batch
@@ -103,15 +105,10 @@ class DeviceRunner:
 
     def warm_up_chunks(self, sizes: list[int]) -> None:
         """Compute prompt chunks of these sizes on the padding page, so that no request waits for kernels to compile."""
-        slot = self._state.padding_slot
         with torch.inference_mode():
             for size in sizes:
-                places = list(range(size))
-                slots_R, positions_R = (to_device(v, torch.int64, self.device) for v in ([slot] * size, places))
-                batch = self._segments([slot], [size], [size], 0)
-                last = to_device([size - 1], torch.int64, self.device)
-                step = self._step(torch.zeros_like(slots_R), slots_R, positions_R, [batch], last)
-                self.model.forward(step, self.kv)
+                for items in (False, True):
+                    self._chunks.prepare(size, items=items)
 
     def captured_step(self, slots: list[int]) -> tuple[Callable[[], object], Callable[[], object]]:
         """For measurements: replays the decode step of these slots, which advances them, and the same one by one.
@@ -168,7 +165,7 @@ class DeviceRunner:
             most_rows=1,
             longest=longest,
         )
-        step = self._step(state.tokens_T[slots_B], slots_B, before_B, [batch], None)
+        step = self._step(state.tokens_T[slots_B], slots_B, before_B, batch)
         logits_BV = self.model.forward(step, self.kv)
         # Padding rows write the same zero length and no token, whatever the others do.
         state.lengths_T.index_copy_(0, slots_B, after_B)
@@ -189,66 +186,49 @@ class DeviceRunner:
     # --- steps with prompt chunks ------------------------------------------------------------------------------------
 
     def _launch_chunks(self, plan: StepPlan) -> PendingStep:
-        state, device = self._state, self.device
-        tokens = [token for chunk in plan.chunks for token in chunk.tokens]
-        counts = [len(chunk.tokens) for chunk in plan.chunks]
-        ends = [chunk.start + count for chunk, count in zip(plan.chunks, counts, strict=True)]
-        positions = [place for chunk, end in zip(plan.chunks, ends, strict=True) for place in range(chunk.start, end)]
-        slots = [chunk.slot for chunk, count in zip(plan.chunks, counts, strict=True) for _ in range(count)]
-        for chunk, end in zip(plan.chunks, ends, strict=True):
-            self._lengths[chunk.slot] = end
-        positions += [self._lengths[slot] for slot in plan.decodes]
+        rows = ChunkRows(plan, self._lengths, self._state.padding_slot)
+        touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
+        lasts, reads, first = [], [], 0
+        for chunk in plan.chunks:
+            reads += [first + row for row in chunk.read_rows]
+            first += len(chunk.tokens)
+            lasts += [first - 1] if chunk.sample else []
+            self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
         for slot in plan.decodes:
             self._lengths[slot] += 1
-        first = len(tokens)
-        rows = range(first, first + len(plan.decodes))
-        lasts = [sum(counts[: index + 1]) - 1 for index, chunk in enumerate(plan.chunks) if chunk.sample]
         sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
-        decodes_B, slots_R, positions_R, sampled_M, after_M = (
-            to_device(values, torch.int64, device)
-            for values in (
-                plan.decodes, slots + plan.decodes, positions, sampled, [self._lengths[slot] for slot in sampled]
-            )
-        )  # fmt: skip
-        segments = [self._segments([chunk.slot for chunk in plan.chunks], counts, ends, 0)]
-        if plan.decodes:
-            ones, lengths = [1] * len(plan.decodes), [self._lengths[slot] for slot in plan.decodes]
-            segments.append(self._segments(plan.decodes, ones, lengths, first))
-        tokens_R = torch.cat([to_device(tokens, torch.int64, device), state.tokens_T[decodes_B]])
-        wanted = to_device([*lasts, *rows], torch.int64, device)
-        step = self._step(tokens_R, slots_R, positions_R, segments, wanted)
-        touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
-        logits_MV = self.model.forward(step, self.kv)
-        state.set_lengths(touched, [self._lengths[slot] for slot in touched])
-        samples = self._choose(logits_MV, sampled_M, after_M, self._mode(sampled)) if sampled else None
-        return self._pending(plan, samples, sampled)
+        counts = [len(touched), len(touched), len(sampled), len(sampled), len(sampled)]
+        after = [self._lengths[slot] for slot in touched], [self._lengths[slot] for slot in sampled]
+        numbers = self._send([*touched, *after[0], *lasts, *rows.decode_rows, *sampled, *after[1]])
+        touched_M, lengths_M, rows_M, sampled_M, after_M = torch.split(numbers, counts)
+        states_RH = self._chunks.states(rows)
+        self._state.lengths_T.index_copy_(0, touched_M, lengths_M)
+        samples = None
+        if sampled:
+            logits_MV = self.model.logits(states_RH.index_select(0, rows_M))
+            samples = self._choose(logits_MV, sampled_M, after_M, self._mode(sampled))
+        return self._pending(plan, samples, sampled, self._read_labels(plan, states_RH, reads))
 
-    def _segments(self, slots: list[int], rows: list[int], lengths: list[int], first: int) -> RowSegments:
-        firsts = [first + sum(rows[:index]) for index in range(len(rows))]
-        return RowSegments(
-            to_device(slots, torch.int32, self.device),
-            to_device(firsts, torch.int32, self.device),
-            to_device(rows, torch.int32, self.device),
-            to_device(lengths, torch.int32, self.device),
-            most_rows=max(rows),
-            longest=max(lengths),
-        )
+    def _read_labels(self, plan: StepPlan, states_RH: torch.Tensor, rows: list[int]) -> LabelReads | None:
+        if not rows:
+            return None
+        chunks = [(chunk.slot, chunk.labels) for chunk in plan.chunks if chunk.read_rows]
+        labels = [ids for _, some in chunks for ids in some]
+        return LabelReads(label_logprobs(self.model, states_RH, rows, labels, self._send), chunks)
+
+    def _send(self, numbers: list[int]) -> torch.Tensor:
+        return to_device(numbers, torch.int64, self.device)
 
     # --- both --------------------------------------------------------------------------------------------------------
 
     def _step(
-        self,
-        tokens_R: torch.Tensor,
-        slots_R: torch.Tensor,
-        positions_R: torch.Tensor,
-        batches: list[RowSegments],
-        sample_rows: torch.Tensor | None,
+        self, tokens_R: torch.Tensor, slots_R: torch.Tensor, positions_R: torch.Tensor, batch: RowSegments
     ) -> DeviceStep:
         """The step as layers see it, and as those with a window do."""
 
         def seen(table: PageTable) -> DeviceStep:
             places_R = table.places(slots_R, positions_R)
-            return DeviceStep(tokens_R, positions_R, places_R, batches, table.pages_TP, table.page_size, sample_rows)
+            return DeviceStep(tokens_R, positions_R, places_R, [batch], table.pages_TP, table.page_size, None)
 
         step = seen(self._state.table)
         if self._state.window_table is not None:
@@ -266,7 +246,9 @@ class DeviceRunner:
             logprobs=wanted if wanted < 0 else next((size for size in _TOP_SIZES if size >= wanted), wanted),
         )
 
-    def _pending(self, plan: StepPlan, samples: Samples | None, slots: list[int]) -> PendingStep:
+    def _pending(
+        self, plan: StepPlan, samples: Samples | None, slots: list[int], reads: LabelReads | None = None
+    ) -> PendingStep:
         observers = [self.host.observer(slot) for slot in slots]
 
         def done(tokens: list[int]) -> None:
@@ -278,15 +260,13 @@ class DeviceRunner:
                     observe(token)
 
         wanted = [self._sampling[slot].logprobs for slot in slots]
-        return PendingStep(plan.step, samples, slots, wanted, self.device, done)
+        return PendingStep(plan.step, samples, slots, wanted, self.device, done, reads)
 
     # --- what the device cannot do -----------------------------------------------------------------------------------
 
     def _host_only(self, plan: StepPlan) -> str | None:
         """Why the host must run this step; None where the device can."""
-        if any(chunk.items is not None for chunk in plan.chunks):
-            return "items"
-        if any(chunk.targets or chunk.read_rows for chunk in plan.chunks):
+        if any(chunk.targets for chunk in plan.chunks):
             return "prompt log-probabilities"
         slots = [chunk.slot for chunk in plan.chunks] + plan.decodes
         if any(self._sampling[slot].grammar is not None for slot in slots):

@@ -92,8 +92,17 @@ def _attend(
     token_L = torch.arange(batch.longest, device=device)
     pages_BL = step.table_TP[batch.slots_B.long()][:, token_L // step.page_size].long()
     seen_BTL = real_BT[:, :, None] & (token_L <= position_BT[:, :, None])
-    if rule.window:
+    if rule.window and batch.items is None:
         seen_BTL &= token_L > position_BT[:, :, None] - rule.window
+    if batch.items is not None:
+        begin_BT1 = torch.cat([batch.items.begins_R, batch.items.begins_R.new_zeros(1)])[row_BT.long()][:, :, None]
+        prefix_B11 = batch.items.prefix_B[:, None, None]
+        shared_BTL, own_BTL = token_L < prefix_B11, token_L >= begin_BT1
+        if rule.window:
+            # To a row, its item begins where the prefix ends.
+            shared_BTL = shared_BTL & (token_L > prefix_B11 + position_BT[:, :, None] - begin_BT1 - rule.window)
+            own_BTL &= token_L > position_BT[:, :, None] - rule.window
+        seen_BTL &= shared_BTL | own_BTL
     slots_BL = torch.where(seen_BTL.any(1), pages_BL * step.page_size + token_L % step.page_size, 0)
     # What no row of a segment sees may be anything, even NaN, which a weight of zero would not hide.
     hidden_BL11 = ~seen_BTL.any(1)[:, :, None, None]

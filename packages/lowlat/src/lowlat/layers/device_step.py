@@ -15,6 +15,19 @@ import torch
 from lowlat.layers.attention import AttentionRule
 
 
+class ItemSegments(msgspec.Struct):
+    """What rows see where items stand one behind the other in a request: the tokens before all items, and those of
+    their own item up to themselves. Tensors are int32.
+
+    A row at place `p` of its request sees the places before `prefix_B` and those from `begins_R` to `p`. In segments
+    without items both are the place of the segment's first row, which is the same as seeing everything.
+    """
+
+    prefix_B: torch.Tensor
+    begins_R: torch.Tensor
+    """By row of the step, not of the segment."""
+
+
 class RowSegments(msgspec.Struct):
     """Runs of neighbouring rows, each the last rows of one request. Tensors are int32."""
 
@@ -30,6 +43,8 @@ class RowSegments(msgspec.Struct):
     """Rows that no segment exceeds."""
     longest: int
     """Tokens that no segment exceeds."""
+    items: ItemSegments | None = None
+    """Where some segments are rows of items; None: every row sees all tokens of its request up to itself."""
 
 
 class DeviceStep(msgspec.Struct):

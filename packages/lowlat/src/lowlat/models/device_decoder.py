@@ -33,14 +33,23 @@ class DeviceDecoder:
 
     def forward(self, step: DeviceStep, kv: KVPool) -> torch.Tensor:
         """Logits [M, V] in float32; keys and values of the rows are written to `kv`."""
+        x_RH = self.states(step, kv)
+        return self.logits(x_RH if step.sample_rows is None else x_RH.index_select(0, step.sample_rows))
+
+    def states(self, step: DeviceStep, kv: KVPool) -> torch.Tensor:
+        """Last states [R, H] of all rows, behind the last norm; keys and values are written to `kv`."""
         decoder, ops, eps = self.decoder, self.ops, self.decoder.config.rms_norm_eps
         residual_RH = decoder.embed(step.tokens_R)
         norms = [layer.input_norm_H for layer in decoder.layers[1:]] + [decoder.norm_H]
         x_RH = ops.norm(residual_RH, decoder.layers[0].input_norm_H, eps)
         for layer, keys_SKD, values_SKD, norm_H in zip(decoder.layers, kv.keys, kv.values, norms, strict=True):
             x_RH = self._layer(layer, x_RH, residual_RH, keys_SKD, values_SKD, step, norm_H)
-        wanted = x_RH if step.sample_rows is None else x_RH.index_select(0, step.sample_rows)
-        logits_MV = decoder.gather_columns(decoder.head(wanted)).float()
+        return x_RH
+
+    def logits(self, x_MH: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V] in float32 of last states."""
+        decoder = self.decoder
+        logits_MV = decoder.gather_columns(decoder.head(x_MH)).float()
         return logits_MV if decoder.logit_cap is None else torch.tanh(logits_MV / decoder.logit_cap) * decoder.logit_cap
 
     def _layer(

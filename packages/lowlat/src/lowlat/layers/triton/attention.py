@@ -7,6 +7,10 @@ device data, the grid is fixed, and each program finds its items itself: one cap
 Items of a segment with one split write the result; the others write partial results with the logarithm of their sum,
 which `combine_kernel` joins in the order of splits: no atomics, the same bits every time.
 
+Rows of items (`ItemSegments`) see a prefix and their own item. A block of rows leaves out the tokens between the prefix
+and the first item that it has rows of, so tokens are counted without them; items beside each other in a block are told
+apart by a mask of the block's own tokens.
+
 Legend of shape suffixes: R rows, N query heads, K key-value heads, G = N / K, D head dimension, S KV slots, B segments.
 """
 
@@ -46,11 +50,12 @@ def _splits(
     return blocks, begin, chunk, splits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
-    partial_ptr, sums_ptr, segments, table_stride, scale, WINDOW: tl.constexpr, MOST: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr,
+    partial_ptr, sums_ptr, prefix_ptr, begins_ptr, segments, table_stride, scale, WINDOW: tl.constexpr,
+    MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    SINKS: tl.constexpr, ITEMS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +101,16 @@ def attend_kernel(
 
         low = begin + split * chunk
         high = tl.minimum(low + chunk, length - rows + tl.minimum((block + 1) * BLOCK_Q, rows))
-        if WINDOW > 0:
+        if ITEMS:
+            prefix = tl.load(prefix_ptr + segment)
+            begin_m = tl.load(begins_ptr + first + row_m, mask=row_ok, other=2147483647)
+            # Tokens between the prefix and the first item of these rows; to a row, its item begins behind the prefix.
+            hole = tl.maximum(tl.min(begin_m, axis=0) - prefix, 0)
+            high = tl.minimum(low + chunk, length - rows + tl.minimum((block + 1) * BLOCK_Q, rows) - hole)
+            distance_m = position_m - begin_m + prefix
+            if WINDOW > 0:
+                low = tl.maximum(low, tl.min(tl.where(row_ok, distance_m, 2147483647), axis=0) - WINDOW + 1)
+        elif WINDOW > 0:
             # A later block of rows does not see the tokens that left the window before it.
             low = tl.maximum(low, length - rows + block * BLOCK_Q - WINDOW + 1)
         best_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -105,13 +119,21 @@ def attend_kernel(
         for start in range(low, high, BLOCK_L):
             seen_l = start + place_l
             seen_ok = seen_l < high
+            if ITEMS:
+                seen_l = tl.where(seen_l < prefix, seen_l, seen_l + hole)
             page_l = tl.load(table_ptr + slot * table_stride + seen_l // PAGE, mask=seen_ok, other=0).to(tl.int64)
             offset_l = ((page_l * PAGE + seen_l % PAGE) * KV_HEADS + kv_head) * DIM
             key_ok = dim_ok[:, None] & seen_ok[None, :]
             keys = tl.load(keys_ptr + offset_l[None, :] + place_d[:, None], mask=key_ok, other=0.0)
             scores = tl.dot(q, keys, input_precision="ieee") * scale
             visible = seen_ok[None, :] & (seen_l[None, :] <= position_m[:, None])
-            if WINDOW > 0:
+            if ITEMS:
+                shared = seen_l[None, :] < prefix
+                visible = visible & (shared | (seen_l[None, :] >= begin_m[:, None]))
+                if WINDOW > 0:
+                    edge = tl.where(shared, distance_m[:, None], position_m[:, None])
+                    visible = visible & (seen_l[None, :] > edge - WINDOW)
+            elif WINDOW > 0:
                 visible = visible & (seen_l[None, :] > position_m[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
             next_m = tl.maximum(best_m, tl.max(scores, axis=1))
@@ -141,18 +163,29 @@ def attend_kernel(
             tl.store(sums_ptr + part * 2 + 1, sum_m, mask=place_m < BLOCK_Q * GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def combine_kernel(
-    partial_ptr, sums_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
+    partial_ptr, sums_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr, segments,
     WINDOW: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row, of those whose tokens were split."""
-    segment = tl.program_id(0)
+    """One program: one head of one row of the step, where its tokens were split; `SINGLE`: segments have one row."""
     head = tl.program_id(1)
-    row = tl.program_id(2)
+    if SINGLE:
+        segment = tl.program_id(0)
+        first = tl.load(first_ptr + segment)
+        row = 0
+    else:
+        every = tl.arange(0, BLOCK_B)
+        first_B = tl.load(first_ptr + every, mask=every < segments, other=0)
+        rows_B = tl.load(rows_ptr + every, mask=every < segments, other=0)
+        mine_B = (first_B <= tl.program_id(0)) & (tl.program_id(0) < first_B + rows_B)
+        segment = tl.sum(tl.where(mine_B, every, 0), axis=0)
+        first = tl.sum(tl.where(mine_B, first_B, 0), axis=0)
+        # A row of no segment lies beyond the rows of all.
+        row = tl.program_id(0) - first + tl.where(tl.sum(mine_B.to(tl.int32), axis=0) == 0, 1 << 30, 0)
     rows = tl.load(rows_ptr + segment)
     length = tl.load(lengths_ptr + segment)
     _blocks, _begin, _chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
@@ -177,7 +210,7 @@ def combine_kernel(
         tile = split_ok[:, None] & (place_d < DIM)[None, :]
         mixed = tl.load(partial_ptr + part_s[:, None] * DIM + place_d[None, :], mask=tile, other=0.0)
         result = tl.sum(mixed * fade_s[:, None], axis=0) / total
-        offset = ((tl.load(first_ptr + segment) + row).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
+        offset = ((first + row).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
         tl.store(out_ptr + offset + place_d, result.to(out_ptr.dtype.element_ty), mask=place_d < DIM)
 
 
@@ -227,7 +260,7 @@ def attend(
     `programs`: programs that fill the device, and about as many splits as a lone segment gets. All tensors contiguous;
     `out_RND` has the type of `q_RND`, float32 or bfloat16. Softmax and sums are float32 (Milakov and Gimelshein 2018).
     """
-    _, heads, dim = q_RND.shape
+    total, heads, dim = q_RND.shape
     kv_heads = keys_SKD.shape[1]
     group = heads // kv_heads
     count = len(segments.slots_B)
@@ -250,14 +283,17 @@ def attend(
         "WINDOW": rule.window, "MOST": most,
     }  # fmt: skip
     where = (segments.first_B, segments.rows_B, segments.lengths_B)
+    items = segments.items
+    seen = where[:2] if items is None else (items.prefix_B, items.begins_R)
+    block_b = max(16, triton.next_power_of_2(count))
     attend_kernel[(min(programs, count * max(most, blocks) * kv_heads),)](
-        q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums,
-        count, table_TP.stride(0), scale, **common, PAGE=page_size,
-        BLOCK_B=max(16, triton.next_power_of_2(count)), num_warps=shape.warps, num_stages=shape.stages,
+        q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
+        count, table_TP.stride(0), scale, **common, PAGE=page_size, ITEMS=items is not None,
+        BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if most > 1:
-        # A segment is split only where its blocks are half of the splits or fewer.
-        rows = min(segments.most_rows, most // 2 * shape.block_q)
-        combine_kernel[(count, heads, rows)](
-            partial, sums, *where, sinks, out_RND, **common, BLOCK_S=triton.next_power_of_2(most), num_warps=4
-        )
+        single = segments.most_rows == 1
+        combine_kernel[(count if single else total, heads)](
+            partial, sums, *where, sinks, out_RND, count, **common, BLOCK_S=triton.next_power_of_2(most),
+            BLOCK_B=block_b, SINGLE=single, num_warps=4,
+        )  # fmt: skip
