@@ -7,11 +7,20 @@ import torch
 
 from lowlat.bench import kernel_regions, region_arms, regions
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, build_arm
-from lowlat.bench.kernel_regions import KernelRecord, Layout, RecordsError, read_layout, spans_of, split_steps
+from lowlat.bench.kernel_regions import (
+    KernelRecord,
+    Layout,
+    RecordsError,
+    read_layout,
+    spans_of,
+    split_steps,
+    with_parts,
+)
 from lowlat.bench.presets import PRESETS
-from lowlat.bench.region_recorder import RegionRecorder
+from lowlat.bench.region_recorder import RegionRecorder, Span
 from lowlat.engine import build
 from lowlat.platform.cpu import CpuPlatform
+from lowlat_plugin import Part
 
 TINY = PRESETS["tiny"]
 
@@ -110,6 +119,27 @@ def test_kernels_that_overlap_count_once():
     assert (step.end_us, step.own_us) == (13.5, 9.5)
 
 
+def test_a_librarys_parts_are_fitted_into_its_region():
+    """A region of 20 us from 10 on; the library's own step took 40 us, in which two layers of two parts lie."""
+    spans = [Span("take", 0, 10, 1, 10.0), Span("kernels", 10, 30, 1, 20.0), Span("other", 0, 32, 0, 2.0)]
+    parts = [
+        Part("start", 0, 4, 1), Part("layer", 4, 20, 1), Part("qkv", 4, 14, 2), Part("exchange", 4, 6, 3),
+        Part("down", 14, 20, 2), Part("head", 20, 40, 1),
+    ]  # fmt: skip
+    found, stretch = with_parts(spans, "kernels", parts)
+    assert stretch == 2.0
+    assert [(s.name, s.start_us, s.end_us, s.depth, s.own_us) for s in found] == [
+        ("take", 0, 10, 1, 10), ("start", 10, 12, 2, 2), ("exchange", 12, 13, 4, 1), ("qkv", 12, 17, 3, 4),
+        ("down", 17, 20, 3, 3), ("layer", 12, 20, 2, 0), ("head", 20, 30, 2, 10), ("kernels", 10, 30, 1, 0),
+        ("other", 0, 32, 0, 2),
+    ]  # fmt: skip
+    assert sum(span.own_us for span in found) == 32
+    times = regions.RegionTimes("x", [32.0], [found])
+    regions.check_sum(times, {"parts_over_region": 1.02})
+    with pytest.raises(regions.RegionsRefusedError, match=r"stamps inside the kernels took \+4\.0%"):
+        regions.check_sum(times, {"parts_over_region": 1.04})
+
+
 class KeepingPlatform(CpuPlatform):
     keeps_state = True
 
@@ -166,6 +196,7 @@ def test_a_captured_step_is_measured_in_batches(monkeypatch):
         "note", lambda: replays.append(1), lambda: None, lambda marks: None, lambda: rewinds.append(len(replays)),
         lambda: None,
     )  # fmt: skip
+    assert "parts_over_region" not in arm.details
     times = regions.measure_regions("general", arm, 100)
     assert len(times.steps) == len(times.bare_us) == 130
     assert len(replays) == (2 * 2 + 2 * 2) * 66

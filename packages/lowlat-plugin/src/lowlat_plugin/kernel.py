@@ -5,7 +5,7 @@ config_reasons -> observe_weight* -> model_reasons -> probe -> build -> bind -> 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +15,7 @@ import msgspec
 from lowlat_plugin.facts import EngineFacts
 from lowlat_plugin.reasons import Code, Reason, Refused
 from lowlat_plugin.spec import KernelSpec, Mode
-from lowlat_plugin.steps import Binding, KVLayout, Selection, Shape, StepInputs
+from lowlat_plugin.steps import Binding, KVLayout, Part, Selection, Shape, StepInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,6 +168,14 @@ class Kernel:
         Such a step leaves NaN among every row's logits, and -1 as greedy token: hosts that find these ask here.
         """
         return None
+
+    def parts(self, step: StepInputs) -> Sequence[Part]:
+        """Compute one step as `forward` does, with time stamps inside, and say when its parts ran. Optional.
+
+        For measurements (`lowlat bench regions`): it may take memory and compile at its first call, and waits for the
+        device. A refusal to measure is an empty sequence.
+        """
+        return ()
 
     def selections(self) -> Mapping[str, Selection]:
         """The discrete choices of the last `forward`, for the shadow check. The greedy token is taken from logits."""

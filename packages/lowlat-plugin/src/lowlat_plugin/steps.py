@@ -112,6 +112,19 @@ class StepOutputs:
     state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+class Part(msgspec.Struct, frozen=True):
+    """A part of one step in time, in microseconds from its beginning.
+
+    Parts of depth 1 follow one another without gaps from the step's beginning to its end; those of depth d lie in parts
+    of depth d - 1.
+    """
+
+    name: str
+    start_us: float
+    end_us: float
+    depth: int = 1
+
+
 class Communicator(Protocol):
     """What kernels of several ranks need from their host; `handle(name)` gives vendor objects by name, or None."""
 

@@ -207,12 +207,14 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   __threadfence();
   block_sync();
   if (thread == 0) finish_step(p, parity);
+  stamp_clocks(p, 4);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 memory[];
   Shared& s = *(Shared*)memory;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  stamp_clocks(p, 2);
   const u32 stop = thread == 0 ? load_exchange_word(p.state + 1) : 0;
   if (thread < WARPS * RING_PAGES) barrier_init(shared_address(s.full + thread), 1);
   if (thread == 0) s.progress = 0;

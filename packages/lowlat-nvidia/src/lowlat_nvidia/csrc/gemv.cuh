@@ -58,6 +58,15 @@ DEV void stamp(Context& c, int layer, int index) {
   if (c.thread == 0) c.p.stamps[((long)c.block * (LAYERS + 1) + layer) * STAMPS + index] = clock_now();
 #endif
 }
+// Notes cycles and nanoseconds at which this block began (2) or ended (4), behind the stamps of the last layer.
+DEV void stamp_clocks(const Params& p, int index) {
+#if STAMPS > 0
+  if (threadIdx.x != 0) return;
+  long long* to = p.stamps + ((long)blockIdx.x * (LAYERS + 1) + LAYERS) * STAMPS + index;
+  to[0] = clock_now();
+  to[1] = nanoseconds_now();
+#endif
+}
 
 // Hides where the indices come from. Without it the compiler keeps every address of every stage in a register for all
 // layers, and spills.

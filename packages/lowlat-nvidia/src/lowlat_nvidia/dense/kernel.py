@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense.pack import DenseWeights, LayerWeights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
+from lowlat_nvidia.dense.stamps import read_parts, stamped
 from lowlat_nvidia.dense.step import DenseStep, StepTensors
 from lowlat_plugin import (
     Binding,
@@ -19,6 +21,7 @@ from lowlat_plugin import (
     KernelSpec,
     KVLayout,
     Mode,
+    Part,
     Plan,
     Reason,
     Shape,
@@ -37,6 +40,7 @@ class DenseKernel(Kernel):
     def __init__(self, spec: KernelSpec) -> None:
         super().__init__(spec)
         self._step: DenseStep | None = None
+        self._stamped: DenseStep | None = None
 
     def model_reasons(self, context: BuildContext) -> Iterable[Reason]:
         try:
@@ -80,18 +84,11 @@ class DenseKernel(Kernel):
     def bind(self, binding: Binding) -> None:
         assert self._step is not None, "bind follows build"
         self._step.bind([(layer.k_SHD, layer.v_SHD) for layer in binding.layers], binding.layout.page_size)
+        self._stamped = None  # it knows the old pools
 
     def forward(self, step: StepInputs) -> Tensor:
         assert self._step is not None, "forward follows build"
-        inputs = StepTensors(
-            step.token_ids_R,
-            step.positions_R,
-            step.query_start_Q1,
-            step.page_table_QP,
-            step.write_slots_R,
-            step.table_rows_Q,
-            step.logits_RV,
-        )
+        inputs = _tensors(step)
         if step.logits_RV is not None and not step.logits_RV.is_contiguous():
             inputs.logits_RV = None
             return step.logits_RV.copy_(self._step.run(inputs))
@@ -104,10 +101,31 @@ class DenseKernel(Kernel):
     def fault(self) -> Exception | None:
         return None if self._step is None else self._step.error()
 
+    def parts(self, step: StepInputs) -> Sequence[Part]:
+        assert self._step is not None, "parts follows build"
+        if self._stamped is None:
+            self._stamped = stamped(self._step)
+        self._stamped.run(dataclasses.replace(_tensors(step), logits_RV=None))
+        torch.cuda.synchronize()
+        return read_parts(self._stamped.stamps)
+
     def close(self) -> None:
-        if self._step is not None:
-            self._step.function.close()
-            self._step = None
+        for built in (self._stamped, self._step):
+            if built is not None:
+                built.function.close()
+        self._stamped = self._step = None
+
+
+def _tensors(step: StepInputs) -> StepTensors:
+    return StepTensors(
+        step.token_ids_R,
+        step.positions_R,
+        step.query_start_Q1,
+        step.page_table_QP,
+        step.write_slots_R,
+        step.table_rows_Q,
+        step.logits_RV,
+    )
 
 
 def scratch_elements(layout: KVLayout) -> int:

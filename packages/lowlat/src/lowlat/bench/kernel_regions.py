@@ -16,7 +16,7 @@ import json
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch._C._autograd import DeviceType
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.region_recorder import OTHER, Marks, Span
+from lowlat_plugin import Part
 
 PREFIX = "region: "
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -133,6 +134,26 @@ def spans_of(step: list[KernelRecord], layout: Layout, before_us: float, tracing
         Span(layout.regions[i], starts[i], ends[i], depths[i], own[i]) for i in sorted(depths, key=lambda i: -depths[i])
     ]
     return sorted(found, key=lambda span: (span.end_us, -span.depth))
+
+
+def with_parts(spans: list[Span], name: str, parts: Sequence[Part]) -> tuple[list[Span], float]:
+    """The spans with a kernel library's own parts inside region `name`, fitted to its length; and how much longer than
+    the region the parts were.
+    """
+    outer = next(span for span in spans if span.name == name)
+    size, length = outer.end_us - outer.start_us, max(part.end_us for part in parts)
+    fitted = [
+        (part, outer.start_us + part.start_us * size / length, outer.start_us + part.end_us * size / length)
+        for part in parts
+    ]
+    found = []
+    for part, start, end in fitted:
+        middles = [((a + b) / 2, b - a) for child, a, b in fitted if child.depth == part.depth + 1]
+        inside = sum(long for middle, long in middles if start <= middle <= end)
+        found.append(Span(part.name, start, end, outer.depth + part.depth, end - start - inside))
+    own = size - sum(end - start for part, start, end in fitted if part.depth == 1)
+    rest = [msgspec.structs.replace(span, own_us=own) if span is outer else span for span in spans]
+    return sorted([*rest, *found], key=lambda span: (span.end_us, -span.depth)), length / size
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import torch
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, kernel_library
 from lowlat.bench.region_recorder import Marks, RegionRecorder, Span
 from lowlat.bench.regions import RegionArm
+from lowlat_plugin import Part, StepInputs
 
 LAYER_PARTS = {"qkv": "qkv", "output": "attention output"}
 MLP_PARTS = {"gate_up": "gate and up", "down": "down"}
@@ -20,6 +22,9 @@ OPERATIONS = {
     "gate": "activation",
 }  # fmt: skip
 """What lies between the projections where state is on the device."""
+
+KERNELS = "kernels"
+"""The region of a kernel library's step."""
 
 GRAPH_STEPS = 65
 """Replays in one measurement."""
@@ -103,7 +108,7 @@ class ClockedRunnerArm:
         wrap = self._recorder.wrap
         wrap(runner_module, "sample_bursts", "sample")
         if self._kernels is not None:
-            wrap(self._arm.low, "forward", "kernels")
+            wrap(self._arm.low, "forward", KERNELS)
             return
         for layer in model.layers:
             wrap(layer, "forward", "layer")
@@ -164,7 +169,11 @@ def mark_device_step(marks: Marks, runner: Any) -> None:
 
 
 class GraphArm:
-    """A captured step: bare replays are timed by events, marked ones by the records of their kernels."""
+    """A captured step: bare replays are timed by events, marked ones by the records of their kernels.
+
+    Where a kernel library tells the parts of its own launch, they are measured step by step beside that, and fitted
+    into the library's region.
+    """
 
     batch = GRAPH_STEPS
 
@@ -176,8 +185,12 @@ class GraphArm:
         mark: Callable[[Marks], None],
         rewind: Callable[[], None],
         close: Callable[[], None],
+        parts: Callable[[], Sequence[Part]] | None = None,
     ) -> None:
-        """`body` is what the graph holds, one by one; `mark` wraps its parts; `rewind` precedes every batch."""
+        """`body` is what the graph holds, one by one; `mark` wraps its parts; `rewind` precedes every batch.
+
+        `parts` runs the library's step of `body` once more, and tells its parts.
+        """
         from lowlat.bench import kernel_regions
 
         self.note = note
@@ -193,9 +206,16 @@ class GraphArm:
             marks.unwrap()
             marks.enabled = False
         self._tracing_us = kernel_regions.tracing_cost()
-        self.details = {
-            "kernels_per_step": len(self._layout.kernels), "tracing_us_per_kernel": round(self._tracing_us, 4)
-        }  # fmt: skip
+        self._parts = parts
+        self._stretches: list[float] = []
+
+    @property
+    def details(self) -> dict[str, float]:
+        """Kernels of a step, the cost of recording one, and how much longer a library's parts were than its region."""
+        found = {"kernels_per_step": len(self._layout.kernels), "tracing_us_per_kernel": round(self._tracing_us, 4)}
+        if self._stretches:
+            found["parts_over_region"] = round(statistics.median(self._stretches), 5)
+        return found
 
     def bare(self) -> list[float]:
         """Microseconds of replays queued one behind another."""
@@ -215,6 +235,13 @@ class GraphArm:
         for step in tools.split_steps(records, layout, self.batch):
             found.append(tools.spans_of(step, layout, free, self._tracing_us))
             free = max(free, max(record.end_us for record in step))
+        return found if self._parts is None else [self._with_parts(spans, self._parts()) for spans in found]
+
+    def _with_parts(self, spans: list[Span], parts: Sequence[Part]) -> list[Span]:
+        if not parts:
+            return spans
+        found, stretch = self._kernel_regions.with_parts(spans, KERNELS, parts)
+        self._stretches.append(stretch)
         return found
 
 
@@ -236,7 +263,7 @@ def _runner_graph(case: StepCase, kernels: str | None) -> RegionArm:
     from lowlat.engine.device_runner import DeviceRunner
 
     arm = GeneralArm(msgspec.structs.replace(case, steps=GRAPH_STEPS + 4), kernels)
-    runner = arm.runner
+    runner, low = arm.runner, arm.low
     if not isinstance(runner, DeviceRunner) or not runner.bodies.captured:
         raise ArmUnavailableError(f"steps of {kernels or 'this model'} are not captured in a graph here")
 
@@ -246,4 +273,23 @@ def _runner_graph(case: StepCase, kernels: str | None) -> RegionArm:
 
     rewind()
     replay, body = runner.captured_step(list(range(case.requests)))
-    return GraphArm(arm.note, replay, body, lambda marks: mark_device_step(marks, runner), rewind, arm.close)
+    seen: list[StepInputs] = []
+
+    def mark(marks: Marks) -> None:
+        mark_device_step(marks, runner)
+        if kernels is None:
+            return
+        marks.wrap(low, "forward", KERNELS)
+        forward = low.forward
+
+        def noted(step: StepInputs) -> torch.Tensor:
+            seen[:] = [step]
+            return forward(step)
+
+        low.forward = noted  # type: ignore[method-assign]
+
+    def parts() -> Sequence[Part]:
+        assert low.kernel is not None
+        return low.kernel.parts(seen[0])
+
+    return GraphArm(arm.note, replay, body, mark, rewind, arm.close, parts if kernels is not None else None)

@@ -32,8 +32,10 @@ class RegionArm(Protocol):
     note: str
     batch: int
     """Steps that are run together."""
-    details: dict[str, float]
-    """Further figures of how times were taken."""
+
+    @property
+    def details(self) -> dict[str, float]:
+        """Further figures of how times were taken."""
 
     def bare(self) -> list[float]:
         """Microseconds of each of `batch` steps as users get them."""
@@ -97,14 +99,21 @@ def measure_regions(
     return found
 
 
-def check_sum(times: RegionTimes) -> None:
-    """Raise RegionsRefusedError where the regions' sum is more than 3 % from the step without marks."""
+def check_sum(times: RegionTimes, details: Mapping[str, float] | None = None) -> None:
+    """Raise RegionsRefusedError where the regions' sum is more than 3 % from the step without marks, or where a kernel
+    library's step was as much longer with its own time stamps."""
     if abs(times.error) > SUM_TOLERANCE:
         bare = statistics.median(times.bare_us)
         raise RegionsRefusedError(
             f"{times.arm}: the regions sum to {times.error:+.1%} of the step without marks ({bare:.1f} us); more than "
             f"{SUM_TOLERANCE:.0%} means that the marks or a busy machine disturbed it. Use larger regions (more rows), "
             "or a quieter machine"
+        )
+    stretch = (details or {}).get("parts_over_region", 1.0) - 1.0
+    if abs(stretch) > SUM_TOLERANCE:
+        raise RegionsRefusedError(
+            f"{times.arm}: with time stamps inside the kernels took {stretch:+.1%}; more than {SUM_TOLERANCE:.0%} "
+            "means that the stamps disturbed them"
         )
 
 

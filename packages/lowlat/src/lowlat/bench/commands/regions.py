@@ -16,10 +16,10 @@ Examples:
 
   lowlat bench regions --model smollm2 --threads 1 --perfetto smollm2.perfetto.json --timeline smollm2.png
 
-  lowlat bench regions --model llama-1b --device cuda --arms torch-eager-graph
+  lowlat bench regions --model llama-1b --device cuda --arms general,lowlat-nvidia --timeline llama-1b.png
 
-Open the trace at ui.perfetto.dev. Each arm's step is measured with and without marks in alternation; where the regions'
-sum is not within 3 % of the step without marks, the command refuses.
+Open the trace at ui.perfetto.dev. Each arm's step is measured with and without marks (on a GPU: records of a graph's
+kernels) in alternation; where the regions' sum is not within 3 % of the step without them, the command refuses.
 """
 
 
@@ -75,7 +75,7 @@ def regions(
                 times = measure.measure_regions(name, arm, instances, say)
             finally:
                 arm.close()
-            measure.check_sum(times)
+            measure.check_sum(times, arm.details)
             measured.append(times)
             result.rows += measure.region_rows(times, case, arm.note, arm.details)
         finish(result, as_json=as_json, save_it=save, folder=results)

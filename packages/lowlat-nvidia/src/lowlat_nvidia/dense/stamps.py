@@ -1,0 +1,77 @@
+"""When the parts of a dense step ran: the same launch with time stamps in it, read as one timeline.
+
+Suffixes: B blocks, L layers, S stamps of a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lowlat_nvidia.dense.step import DenseStep
+from lowlat_nvidia.jit import Function, compile_cubin
+from lowlat_plugin import Part
+
+STAMPS = 16
+"""Room for the stamps of a layer, as the kernel numbers them."""
+
+WAIT = "exchange"
+ORDER = (
+    (0, "qkv", WAIT), (1, "qkv", ""), (2, "attention", WAIT), (10, "attention", ""), (3, "combine", ""),
+    (4, "attention output", WAIT), (5, "attention output", ""), (6, "gate and up", WAIT), (9, "gate and up", ""),
+    (7, "down", WAIT), (8, "down", ""),
+)  # fmt: skip
+"""Stamps in the order of time: number, the part that begins or goes on there, and whether it waits for other blocks."""
+
+_HEAD, _HEAD_END, _BEGAN, _ENDED = 0, 1, 2, 4
+"""Behind the last layer: logits begin and end; cycles and nanoseconds at which a block began and ended."""
+
+
+def stamped(step: DenseStep) -> DenseStep:
+    """A twin with time stamps, in the same memory: either may run the next step."""
+    twin = copy.copy(step)
+    twin.plan = dataclasses.replace(step.plan, stamps=STAMPS)
+    cubin, twin.log = compile_cubin("dense_step.cu", twin.plan.definitions())
+    twin.function = Function(cubin, "dense_step", twin.plan.shared_bytes())
+    blocks, layers, _ = step.stamps.shape
+    twin.stamps = torch.zeros((blocks, layers, STAMPS), dtype=torch.int64, device=step.stamps.device)
+    return twin
+
+
+def read_parts(stamps_BLS: Tensor) -> list[Part]:
+    """The timeline of the last step in microseconds: between two stamps all blocks' mean, from the first block's
+    beginning to the last one's end. Parts of a layer lie in it, and waits in the parts.
+    """
+    stamps_BLS = stamps_BLS.cpu()
+    clocks_B4 = stamps_BLS[:, -1, _BEGAN : _ENDED + 2]
+    first = int(clocks_B4[:, 1].min())
+    began_B1, ended_B1 = (clocks_B4[:, i : i + 1].double() for i in (0, 2))
+    start_B1, end_B1 = ((clocks_B4[:, i : i + 1] - first).double() / 1e3 for i in (1, 3))
+    scale_B1 = (end_B1 - start_B1) / (ended_B1 - began_B1)
+
+    def times(cycles_BX: Tensor) -> list[float]:
+        return (start_B1 + (cycles_BX.double() - began_B1) * scale_B1).mean(0).tolist()
+
+    order = [number for number, _, _ in ORDER]
+    layers = [times(stamps_BLS[:, layer, order]) for layer in range(stamps_BLS.shape[1] - 1)]
+    head, head_end = times(stamps_BLS[:, -1, [_HEAD, _HEAD_END]])
+    parts = [Part("start", 0.0, layers[0][0], 1)]
+    for marks, after in zip(layers, [*(following[0] for following in layers[1:]), head], strict=True):
+        parts += _layer(marks, after)
+    return [*parts, Part("head", head, head_end, 1), Part("finish", head_end, float(end_B1.max()), 1)]
+
+
+def _layer(marks: list[float], after: float) -> list[Part]:
+    parts = [Part("layer", marks[0], after, 1)]
+    names = [name for _, name, _ in ORDER]
+    ends = [*marks[1:], after]
+    for place, ((_, name, wait), begin, end) in enumerate(zip(ORDER, marks, ends, strict=True)):
+        if place == 0 or names[place - 1] != name:
+            last = max(index for index, other in enumerate(names) if other == name)
+            parts.append(Part(name, begin, ends[last], 2))
+        if wait:
+            parts.append(Part(wait, begin, end, 3))
+    return parts
