@@ -1,0 +1,102 @@
+"""`lowlat bench` on a GPU: the read kernel, arms of steps, regions from records of kernels, parts inside one launch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+import torch
+
+from lowlat.bench import regions
+from lowlat.bench.arms.base import StepCase
+from lowlat.bench.ceiling import measure_ceiling
+from lowlat.bench.presets import PRESETS
+from lowlat.bench.region_arms import build_region_arm
+from lowlat.bench.results import problems
+from lowlat.bench.step import StepOptions, run_step
+
+pytestmark = pytest.mark.gpu
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+QWEN = msgspec.structs.replace(PRESETS["tiny"], name="tiny-qwen", qk_norm=True, architecture="Qwen3ForCausalLM")
+
+
+def test_the_read_kernel_reads_everything():
+    found = measure_ceiling("cuda", gigabytes=0.5, repeats=3)
+    assert found.method.startswith("Triton")
+    assert found.bytes == 500_000_000 // 4 // 65536 * 65536 * 4
+    assert found.tb_s > 0
+
+
+def test_every_arm_of_a_step(monkeypatch):
+    monkeypatch.setenv("LOWLAT_COMMIT", "0123456789")
+    arms = ("general", "torch-eager-graph", "torch-compile", "transformers", "read-floor")
+    options = StepOptions(
+        model="tiny", arms=arms, rows=(1, 3), contexts=(100,), rounds=2, steps=4, device="cuda", dtype="bfloat16",
+        ceiling_gb=0.5,
+    )  # fmt: skip
+    outcome = run_step(options, command="test")
+    assert outcome.unavailable == {}
+    assert {(row.arm, row.rows) for row in outcome.result.rows} == {(arm, rows) for arm in arms for rows in (1, 3)}
+    assert all(row.samples == 16 for row in outcome.result.rows if row.arm != "read-floor")
+    assert problems(outcome.result) == []
+
+
+@pytest.mark.parametrize("shape", [PRESETS["tiny"], QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize("name", ["general", "torch-eager-graph"])
+def test_regions_of_a_captured_step(name, shape):
+    case = StepCase(shape=shape, requests=3, context=50, dtype="bfloat16", device="cuda")
+    arm = build_region_arm(name, case)
+    times = regions.measure_regions(name, arm, 65)
+    arm.close()
+    assert len(times.steps) == len(times.bare_us) == 65
+    counts = {region: len(spans) / 65 for region, spans in times.instances().items()}
+    expected = {"layer": 2, "attention": 2, "mlp": 2, "head": 1, "other": 1}
+    if name == "general":
+        expected |= {"norm": 5, "qkv": 2, "rotation and cache write": 2, "attention output": 2, "sample": 1}
+        expected |= {"gate and up": 2, "activation": 2, "down": 2}
+    assert counts == expected
+    for spans in times.steps:
+        step = spans[-1]
+        assert (step.name, step.start_us, step.depth) == ("other", 0.0, 0)
+        assert sum(span.own_us for span in spans) == pytest.approx(step.end_us)
+    assert 0 <= arm.details["tracing_us_per_kernel"] < 5
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_parts_inside_the_dense_launch():
+    plans = pytest.importorskip("lowlat_nvidia.dense.plan")
+    pytest.importorskip("cuda.bindings")
+    from lowlat_nvidia.dense.cases import make_case
+    from lowlat_nvidia.dense.reference import random_weights
+    from lowlat_nvidia.dense.rotary import frequencies, rotary_table
+    from lowlat_nvidia.dense.stamps import ORDER, read_parts, stamped
+    from lowlat_nvidia.dense.step import DenseStep
+
+    shape = plans.DenseShape(4, 1024, 16, 8, 128, 3072, 5003, True, 1e-6)
+    rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 2000, "cuda")
+    step = DenseStep(plans.DensePlan(shape), random_weights(shape, 11, "cuda"), rotary)
+    inputs, pools = make_case(shape, [[900], [70]], 16, 4)
+    step.bind(pools, 16)
+    expected = step.run(inputs).clone()
+    twin = stamped(step)
+    for _ in range(3):  # the twin and the step may take turns
+        step.logits_RV.fill_(float("nan"))
+        assert torch.equal(twin.run(inputs), expected)
+        assert torch.equal(step.run(inputs), expected)
+    twin.run(inputs)
+    step.check()
+    parts = read_parts(twin.stamps)
+    outer = [part for part in parts if part.depth == 1]
+    assert [part.name for part in outer] == ["start", *["layer"] * 4, "head", "finish"]
+    assert outer[0].start_us == 0
+    assert all(before.end_us == after.start_us for before, after in pairwise(outer))
+    assert all(part.end_us >= part.start_us for part in parts)
+    inner = [part for part in parts if part.depth == 2]
+    assert [part.name for part in inner] == list(dict.fromkeys(name for _, name, _ in ORDER)) * 4
+    for layer in (part for part in outer if part.name == "layer"):
+        inside = [part for part in inner if layer.start_us <= part.start_us < layer.end_us]
+        length = sum(part.end_us - part.start_us for part in inside)
+        assert length == pytest.approx(layer.end_us - layer.start_us)
+    step.function.close()
+    twin.function.close()
