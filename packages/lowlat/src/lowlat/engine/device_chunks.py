@@ -38,7 +38,7 @@ class ChunkKind(msgspec.Struct, frozen=True):
     rows: int
     segments: int
     most_rows: int
-    """Rows that no segment of a chunk exceeds."""
+    """Rows that no segment of a chunk exceeds; that of padding may."""
     decodes: int
     items: bool
 
@@ -94,7 +94,8 @@ class ChunkRows:
             self._segments.append((padding_slot, self._count, extra, 0, 0))
             self._rows.append(([0] * extra, [padding_slot] * extra, *([[0] * extra] * 3)))
         segments = max(_LEAST_SEGMENTS, _power_of_two(len(self._segments)))
-        short = max(longest_segment, extra) <= _SHORT_ROWS
+        # Padding may exceed it: what lies beyond sees nothing either.
+        short = longest_segment <= _SHORT_ROWS
         return ChunkKind(rows, segments, _SHORT_ROWS if short else rows, self._decodes.shape[1], self._has_items)
 
     def packed(self) -> np.ndarray:
@@ -149,7 +150,7 @@ class ChunkBodies:
         packed = np.zeros(5 * kind.rows + 5 * kind.segments + 4 * kind.decodes, dtype=np.int32)
         packed[kind.rows : 2 * kind.rows] = self._state.padding_slot
         segments_5B = packed[5 * kind.rows :][: 5 * kind.segments].reshape(5, -1)
-        segments_5B[:3, 0] = self._state.padding_slot, 0, min(kind.rows, kind.most_rows)
+        segments_5B[:3, 0] = self._state.padding_slot, 0, kind.rows
         return torch.from_numpy(packed).to(self._state.device)
 
     def _layers(self, kind: ChunkKind, longest: int) -> torch.Tensor:
