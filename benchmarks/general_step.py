@@ -237,7 +237,9 @@ def _weights(layer: DecoderLayer) -> list[torch.Tensor]:
 
 def _plain(packed: Any) -> torch.Tensor:
     """A platform's weight as a tensor [out, in]; what a CPU packs is unpacked by multiplying the identity."""
-    weight_OI = packed._weight_OI
+    weight_OI = getattr(packed, "weight_OI", None)
+    if weight_OI is None:
+        weight_OI = packed._weight_OI
     if weight_OI is not None:
         return weight_OI
     if not hasattr(packed, "_unpacked"):

@@ -48,6 +48,70 @@ def test_gated_activation(kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("outputs", "width", "activation", "bias"),
+    [
+        (3072, 2048, None, False),
+        (1000, 576, None, True),
+        (4096, 12288, None, False),
+        (3000, 1024, "silu", False),
+        (8192, 4096, "gelu_pytorch_tanh", True),
+    ],
+)
+def test_products_of_few_rows(outputs, width, activation, bias, dtype):
+    """Against float64; and a row is the same bits beside any others, started early or not."""
+    from lowlat.layers.device_reference import ReferenceOps
+    from lowlat.layers.triton.early import starts_early
+    from lowlat.layers.triton.product import product
+    from lowlat.platform.cuda import CudaLinear
+
+    features = outputs * (1 if activation is None else 2)
+    weight = (torch.randn(features, width, device="cuda") / width**0.5).to(dtype)
+    bias_O = torch.randn(features, device="cuda").to(dtype) if bias else None
+    x, stream = (torch.randn(4, width, device="cuda").to(dtype) for _ in range(2))
+    norm = torch.randn(width, device="cuda").to(dtype)
+    wide = CudaLinear(weight.double(), None if bias_O is None else bias_O.double())
+    before = {"stream_RI": stream, "norm_I": norm, "eps": 1e-5, "activation": activation}
+    early = starts_early(torch.device("cuda"))
+    result, total = product(x, weight, bias_O, **before, early_start=early)
+    assert torch.equal(total, x + stream)
+    expected, _ = ReferenceOps().add_norm_product(None, total.double(), norm.double(), 1e-5, wide, activation)
+    close(result, expected, dtype)
+    for rows in (1, 2, 3):
+        part = {**before, "stream_RI": stream[4 - rows :].contiguous()}
+        again, _ = product(x[4 - rows :].contiguous(), weight, bias_O, **part)
+        assert torch.equal(again, result[4 - rows :])
+    if activation is None:
+        close(product(x, weight, bias_O, early_start=early)[0], wide(x.double()), dtype)
+
+
+def test_kernels_that_start_early_read_what_was_written_before():
+    """A long chain in a graph, where each product needs the one before it, replayed often: always the same bits as one
+    kernel after another."""
+    from lowlat.layers.triton.product import product
+
+    weights = [(torch.randn(512, 512, device="cuda") / 512**0.5).bfloat16() for _ in range(4)]
+    norm = torch.ones(512, device="cuda").bfloat16()
+    start = torch.randn(2, 512, device="cuda").bfloat16()
+
+    def chain(early):
+        x, stream = start, start * 0.5
+        for place in range(64):
+            x, stream = product(x, weights[place % 4], stream_RI=stream, norm_I=norm, eps=1e-5, early_start=early)
+        return x
+
+    expected = chain(False)
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(True)
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (16, 8, 128), (9, 3, 64)])
 @pytest.mark.parametrize("norms", [False, True])
 def test_rope_and_write(heads, kv_heads, dim, norms, dtype):

@@ -16,7 +16,9 @@ from lowlat.layers.rope import Rope
 from lowlat.layers.triton import attention
 from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
+from lowlat.layers.triton.product import product
 from lowlat.layers.triton.rope_write import rope_write
+from lowlat.platform.cuda import CudaLinear
 
 REFERENCE = ReferenceOps()
 
@@ -39,6 +41,29 @@ def test_norms(rows, width):
 def test_gated_activation(rows, width, kind):
     packed = torch.randn(rows, 2 * width) * 4
     close(gated(packed, kind), REFERENCE.gate(packed.double(), kind))
+
+
+@pytest.mark.parametrize(("rows", "outputs", "width", "bias"), [(1, 8, 16, False), (3, 30, 24, True), (4, 5, 70, True)])
+def test_products(rows, outputs, width, bias):
+    x, stream, norm = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
+    linear = CudaLinear(torch.randn(outputs, width), torch.randn(outputs) if bias else None)
+    weights = (linear.weight_OI, linear.bias_O)
+    result, passed = product(x, *weights)
+    close(result, linear(x))
+    assert passed is x
+    result, total = product(x, *weights, stream_RI=stream, norm_I=norm, eps=1e-5, out_dtype=torch.float64)
+    expected, stream_after = REFERENCE.add_norm_product(x, stream.clone(), norm, 1e-5, linear)
+    assert result.dtype == torch.float64
+    close(result, expected)
+    assert torch.equal(total, stream_after)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gated_products(activation):
+    x, norm = torch.randn(3, 40), torch.randn(40)
+    linear = CudaLinear(torch.randn(2 * 21, 40), torch.randn(2 * 21))
+    result, _ = product(x, linear.weight_OI, linear.bias_O, norm_I=norm, eps=1e-5, activation=activation)
+    close(result, REFERENCE.add_norm_product(None, x, norm, 1e-5, linear, activation)[0])
 
 
 @pytest.mark.parametrize("norms", [False, True])

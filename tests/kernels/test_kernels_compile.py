@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from lowlat.bench import read_kernel  # noqa: E402
-from lowlat.layers.triton import activation, attention, norm, rope_write  # noqa: E402
+from lowlat.layers.triton import activation, attention, norm, product, rope_write  # noqa: E402
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -66,7 +66,7 @@ def attend_arguments(
         "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": group, "DIM": dim, "PAGE": 16, "SINKS": False,
         "ITEMS": items,
         "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
-        "MIN_CHUNK": attention.MIN_CHUNK,
+        "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": lanes == 32,
     }  # fmt: skip
     return types, constants, shape
 
@@ -111,7 +111,7 @@ def test_small_kernels_fit(target, tmp_path):
         (
             norm.rms_norm_kernel,
             dict.fromkeys(["x_ptr", "residual_ptr", "weight_ptr", "out_ptr"], bf16) | {"width": "i32", "eps": "fp32"},
-            {"ADD": True, "BLOCK": 4096},
+            {"ADD": True, "BLOCK": 4096, "EARLY": target != "gfx950"},
             norm.warps_for(4096),
         ),
         (
@@ -124,7 +124,7 @@ def test_small_kernels_fit(target, tmp_path):
             rope_write.rope_write_kernel,
             dict.fromkeys(["qkv_ptr", "q_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr"], bf16)
             | {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": floats, "sin_ptr": floats, "eps": "fp32"},
-            {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128},
+            {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128, "EARLY": False},
             1,
         ),
         (
@@ -134,7 +134,7 @@ def test_small_kernels_fit(target, tmp_path):
             {
                 "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": 4, "DIM": 128, "SINKS": True, "BLOCK_Q": 1,
                 "BLOCK_M": 16, "BLOCK_L": 64, "BLOCK_D": 128, "MIN_CHUNK": 64, "BLOCK_S": 64, "BLOCK_B": 16,
-                "SINGLE": False,
+                "SINGLE": False, "EARLY": False,
             },
             4,
         ),
@@ -146,6 +146,33 @@ def test_small_kernels_fit(target, tmp_path):
         assert spilled == 0, kernel.__name__
         assert registers <= 168, kernel.__name__
         assert shared <= 32 * 1024, kernel.__name__
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("width", "rows", "gated"),
+    [(1024, 4, True), (2048, 1, True), (2048, 4, False), (8192, 2, False), (12288, 1, False)],
+)
+def test_products_fit_and_ask_for_weights_first(width, rows, gated, target, tmp_path):
+    names = ["x_ptr", "stream_ptr", "norm_ptr", "weight_ptr", "bias_ptr", "out_ptr", "sum_ptr"]
+    types = dict.fromkeys(names, "*bf16") | {"rows": "i32", "outputs": "i32", "eps": "fp32"}
+    shape = product.ProductShape.of(width, 2, gated=gated)
+    early = target != "gfx950"
+    constants = {
+        "ROWS": rows, "WIDTH": width, "ADD": gated, "NORM": gated, "GATE": 0 if gated else -1, "BIAS": False,
+        "BLOCK_N": shape.block_n, "BLOCK_K": shape.block_k, "EARLY": early,
+    }  # fmt: skip
+    kernel = compiled(product.product_kernel, target, types, constants, num_warps=shape.warps)
+    registers, spilled, shared = resources(kernel, target, tmp_path)
+    assert spilled == 0
+    assert registers <= 255
+    assert shared <= 1024
+    if early:
+        before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
+        weights = shape.block_n * shape.block_k * (2 if gated else 1) * 2 // (16 * 32 * shape.warps)
+        loads = len(re.findall(r"ld\.global\S*\.v4", before))
+        assert loads >= weights * width // shape.block_k, "weights are read after the wait"
+        assert "ld.global" in after
 
 
 def test_the_read_ceilings_kernel_reads_16_bytes_at_a_time_and_runs_at_once(tmp_path):

@@ -19,7 +19,6 @@ MLP_PARTS = {"gate_up": "gate and up", "down": "down"}
 """Projections of a layer of lowlat's decoders and of its MLP, and what their regions are called."""
 OPERATIONS = {
     "attend": "attention", "rope_write": "rotation and cache write", "norm": "norm", "add_norm": "norm",
-    "gate": "activation",
 }  # fmt: skip
 """What lies between the projections where state is on the device."""
 
@@ -158,14 +157,21 @@ def _wrap_projections(marks: Marks, decoder: Any) -> None:
 
 
 def mark_device_step(marks: Marks, runner: Any) -> None:
-    """Mark the parts of a step whose state lives on the device (`DeviceRunner`)."""
+    """Mark the parts of a step whose state lives on the device (`DeviceRunner`). Norms, additions and activations that
+    are computed with a product belong to it."""
     model = runner.model
+    decoder = model.decoder
     marks.wrap(runner, "_choose", "sample")
     marks.wrap(model, "_layer", "layer")
     marks.wrap(model, "_mlp", "mlp")
     for attribute, name in OPERATIONS.items():
         marks.wrap(model.ops, attribute, name)
-    _wrap_projections(marks, model.decoder)
+    names = {id(decoder.head): "head"}
+    for layer in decoder.layers:
+        for owner, parts in ((layer, LAYER_PARTS), (layer.mlp, MLP_PARTS)):
+            names |= {id(getattr(owner, part)): name for part, name in parts.items() if hasattr(owner, part)}
+    marks.wrap(model.ops, "product", lambda x_RI, linear: names[id(linear)])
+    marks.wrap(model.ops, "add_norm_product", lambda x, residual, norm, eps, linear, *_, **__: names[id(linear)])
 
 
 class GraphArm:

@@ -38,12 +38,13 @@ class Marks:
         """Mark what runs inside as region `name`; regions nest."""
         raise NotImplementedError
 
-    def wrap(self, owner: Any, attribute: str, name: str) -> None:
-        """Mark every call of `owner.attribute` as a region, until `unwrap`. The callable itself is left as it is."""
+    def wrap(self, owner: Any, attribute: str, name: str | Callable[..., str]) -> None:
+        """Mark every call of `owner.attribute` as a region, until `unwrap`. The callable itself is left as it is.
+        `name`: the region's, or what makes it of the call's arguments."""
         original = getattr(owner, attribute)
 
         def marked(*arguments: Any, **keywords: Any) -> Any:
-            with self.region(name):
+            with self.region(name if isinstance(name, str) else name(*arguments, **keywords)):
                 return original(*arguments, **keywords)
 
         setattr(owner, attribute, marked)

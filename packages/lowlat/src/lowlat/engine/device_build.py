@@ -65,10 +65,12 @@ def device_ops(device: torch.device) -> tuple[DeviceOps, bool]:
     if device.type == "cpu":
         return ReferenceOps(), False
     try:
+        from lowlat.layers.triton.early import starts_early
         from lowlat.layers.triton_ops import TritonOps
     except ImportError:
         return ReferenceOps(), False
-    return TritonOps(torch.cuda.get_device_properties(device).multi_processor_count), True
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return TritonOps(processors, early_start=starts_early(device)), True
 
 
 def _host_only(model: Model, width: int, kernels: bool) -> str | None:

@@ -14,6 +14,7 @@ from lowlat.layers.attention import AttentionRule, masked_attention
 from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.norm import rms_norm
 from lowlat.layers.rope import rotate
+from lowlat.platform.base import PackedLinear
 
 
 class ReferenceOps:
@@ -34,6 +35,27 @@ class ReferenceOps:
         """Gated activation."""
         gate_RI, up_RI = gate_up_RI.chunk(2, dim=-1)
         return GATED[activation](gate_RI, up_RI)
+
+    def product(self, x_RI: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+        """One product."""
+        return linear(x_RI)
+
+    def add_norm_product(
+        self,
+        x_RH: torch.Tensor | None,
+        residual_RH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+        linear: PackedLinear,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One after another."""
+        if x_RH is not None:
+            residual_RH += x_RH
+        out_RO = linear(rms_norm(residual_RH, weight_H, eps))
+        out_RO = out_RO if activation is None else self.gate(out_RO, activation)
+        return out_RO if out_dtype is None else out_RO.to(out_dtype), residual_RH
 
     def rope_write(
         self,

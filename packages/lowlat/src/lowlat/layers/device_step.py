@@ -2,7 +2,7 @@
 
 Legend of shape suffixes: R rows, B segments of a batch, T rows of the page table, P pages of a row, N query heads,
 D head dimension, H hidden, I intermediate, Y heads of a packed projection (queries, keys, values), S KV slots,
-K key-value heads.
+K key-value heads, O output features.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from lowlat.layers.attention import AttentionRule
+from lowlat.platform.base import PackedLinear
 
 
 class ItemSegments(msgspec.Struct):
@@ -69,7 +70,7 @@ class DeviceStep(msgspec.Struct):
 
 
 class DeviceOps(Protocol):
-    """The operations of a decoder layer that are not products: fused on a GPU, plain PyTorch elsewhere.
+    """The operations of a decoder layer: fused on a GPU, plain PyTorch elsewhere.
 
     None reads device data on the host, so all may be captured in a graph.
     """
@@ -82,8 +83,27 @@ class DeviceOps(Protocol):
     ) -> torch.Tensor:
         """Add `x_RH` to `residual_RH` in place, and RMSNorm of the sum, [R, H]."""
 
-    def gate(self, gate_up_RI: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(first half) times second half of the columns; `activation` as `GATED` names it."""
+    def product(self, x_RI: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+        """`linear` of the rows, [R, O]."""
+
+    def add_norm_product(
+        self,
+        x_RH: torch.Tensor | None,
+        residual_RH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+        linear: PackedLinear,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `x_RH` (None: nothing) to `residual_RH`, norm the sum, multiply.
+
+        With an `activation`, as `GATED` names it, the result is activation(first half) times second half of the
+        columns.
+
+        Returns:
+            the result [R, O], in `out_dtype` where given, and the sum; `residual_RH` may have been overwritten with it.
+        """
 
     def rope_write(
         self,

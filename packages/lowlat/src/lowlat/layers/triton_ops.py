@@ -1,6 +1,6 @@
 """The operations of a decoder layer as Triton kernels. Importing this module imports triton.
 
-Legend of shape suffixes: see `device_step`.
+Legend of shape suffixes: see `device_step`; O output features.
 """
 
 from __future__ import annotations
@@ -12,28 +12,63 @@ from lowlat.layers.device_step import DeviceStep
 from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
+from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
+from lowlat.platform.base import PackedLinear
+from lowlat.platform.cuda import CudaLinear
 
 
 class TritonOps:
     """`DeviceOps` on a device with `processors` multiprocessors."""
 
-    def __init__(self, processors: int) -> None:
+    def __init__(self, processors: int, *, early_start: bool = False) -> None:
+        """`early_start`: kernels may start while the one before them runs (`triton.early`)."""
         self._programs = 2 * processors
+        self._early = early_start
 
     def norm(self, x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm."""
-        return rms_norm(x_RH, weight_H, eps)
+        return rms_norm(x_RH, weight_H, eps, early_start=self._early)
 
     def add_norm(
         self, x_RH: torch.Tensor, residual_RH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Add to the residual stream in place, and RMSNorm."""
-        return add_rms_norm(x_RH, residual_RH, weight_H, eps)
+        return add_rms_norm(x_RH, residual_RH, weight_H, eps, early_start=self._early)
 
-    def gate(self, gate_up_RI: torch.Tensor, activation: str) -> torch.Tensor:
-        """Gated activation."""
-        return gated(gate_up_RI, activation)
+    def product(self, x_RI: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+        """One product: of few rows by a kernel of ours, otherwise by PyTorch's."""
+        if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(x_RI.shape[1]):
+            result = product(x_RI, linear.weight_OI, linear.bias_O, early_start=self._early)
+            if result is not None:
+                return result[0]
+        return linear(x_RI)
+
+    def add_norm_product(
+        self,
+        x_RH: torch.Tensor | None,
+        residual_RH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+        linear: PackedLinear,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In one kernel for few rows."""
+        if isinstance(linear, CudaLinear) and len(residual_RH) <= most_rows(residual_RH.shape[1]):
+            first, stream = (residual_RH, None) if x_RH is None else (x_RH, residual_RH)
+            result = product(
+                first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
+                activation=activation, out_dtype=out_dtype, early_start=self._early,
+            )  # fmt: skip
+            if result is not None:
+                return result
+        normed_RH = (
+            self.norm(residual_RH, weight_H, eps) if x_RH is None else self.add_norm(x_RH, residual_RH, weight_H, eps)
+        )
+        out_RO = linear(normed_RH)
+        out_RO = out_RO if activation is None else gated(out_RO, activation)
+        return out_RO if out_dtype is None else out_RO.to(out_dtype), residual_RH
 
     def rope_write(
         self,
@@ -45,7 +80,9 @@ class TritonOps:
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     ) -> torch.Tensor:
         """Norm, rotation, and the write of keys and values."""
-        return rope_write(qkv_RYD, keys_SKD, values_SKD, step.positions_R, step.write_slots_R, tables, norms)
+        return rope_write(
+            qkv_RYD, keys_SKD, values_SKD, step.positions_R, step.write_slots_R, tables, norms, early_start=self._early
+        )
 
     def attend(
         self,
@@ -59,5 +96,8 @@ class TritonOps:
         out_RND = torch.empty_like(q_RND)
         where = (step.table_TP, step.page_size)
         for batch in step.segments:
-            attend(q_RND, keys_SKD, values_SKD, *where, batch, rule, out_RND, programs=self._programs)
+            attend(
+                q_RND, keys_SKD, values_SKD, *where, batch, rule, out_RND,
+                programs=self._programs, early_start=self._early,
+            )  # fmt: skip
         return out_RND.flatten(1)

@@ -50,11 +50,11 @@ class CudaLinear:
     """x_RI @ weight_OI.T + bias_O."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        self._weight_OI = weight_OI.contiguous()
-        self._bias_O = bias_O
+        self.weight_OI = weight_OI.contiguous()
+        self.bias_O = bias_O
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_RI, self._weight_OI, self._bias_O)
+        return F.linear(x_RI, self.weight_OI, self.bias_O)
 
 
 def _why_not() -> str:

@@ -25,6 +25,9 @@ import triton.language as tl
 
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import RowSegments
+from lowlat.layers.triton import early
+
+let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 # Fewest tokens of a split: below this, more programs cost more than they read.
 MIN_CHUNK = 64
@@ -57,12 +60,15 @@ def attend_kernel(
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SINKS: tl.constexpr, ITEMS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes items `program_id`, `program_id` + programs, ...; `scale` includes log2(e).
 
     `BLOCK_M` rows of scores are `BLOCK_Q` query rows times `GROUP` heads, and what fills the power of two.
     """
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     every = tl.arange(0, BLOCK_B)
     real = every < segments
     rows_B = tl.load(rows_ptr + every, mask=real, other=0)
@@ -168,10 +174,13 @@ def combine_kernel(
     partial_ptr, sums_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr, segments,
     WINDOW: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one row of the step, where its tokens were split; `SINGLE`: segments have one row."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     head = tl.program_id(1)
     if SINGLE:
         segment = tl.program_id(0)
@@ -254,6 +263,7 @@ def attend(
     out_RND: torch.Tensor,
     *,
     programs: int,
+    early_start: bool = False,
 ) -> None:
     """softmax(q k^T scale) v of the segments' rows, written to `out_RND`; other rows stay as they are.
 
@@ -280,7 +290,7 @@ def attend(
     common = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "SINKS": rule.sinks_N is not None, "BLOCK_Q": shape.block_q,
         "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": block_d, "MIN_CHUNK": MIN_CHUNK,
-        "WINDOW": rule.window, "MOST": most,
+        "WINDOW": rule.window, "MOST": most, "EARLY": early_start, **early.launch_options(early_start),
     }  # fmt: skip
     where = (segments.first_B, segments.rows_B, segments.lengths_B)
     items = segments.items

@@ -9,11 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
+from lowlat.layers.triton import early
+
+let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
+
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < width
@@ -29,17 +37,21 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * width + place, (wide * inverse * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, early_start: bool = False) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight for rows in memory one after another, in the type of `x`."""
-    return _launch(x_RH, None, weight_H, eps)
+    return _launch(x_RH, None, weight_H, eps, early_start)
 
 
-def add_rms_norm(x_RH: torch.Tensor, residual_RH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x_RH: torch.Tensor, residual_RH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, early_start: bool = False
+) -> torch.Tensor:
     """`residual_RH` += `x_RH`, rounded to its type; returns `rms_norm` of the sum."""
-    return _launch(x_RH, residual_RH, weight_H, eps)
+    return _launch(x_RH, residual_RH, weight_H, eps, early_start)
 
 
-def _launch(x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+def _launch(
+    x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, eps: float, early_start: bool
+) -> torch.Tensor:
     rows, width = x_RH.shape
     assert x_RH.is_contiguous()
     assert residual_RH is None or residual_RH.is_contiguous()
@@ -55,6 +67,8 @@ def _launch(x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torc
         ADD=residual_RH is not None,
         BLOCK=block,
         num_warps=warps_for(block),
+        EARLY=early_start,
+        **early.launch_options(early_start),
     )
     return out_RH
 

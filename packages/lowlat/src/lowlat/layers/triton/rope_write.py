@@ -10,13 +10,21 @@ import torch
 import triton
 import triton.language as tl
 
+from lowlat.layers.triton import early
+
+let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
+
 
 @triton.jit
 def rope_write_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, eps,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one row."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     place = tl.arange(0, BLOCK_D)
@@ -55,6 +63,8 @@ def rope_write(
     write_slots_R: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    *,
+    early_start: bool = False,
 ) -> torch.Tensor:
     """As `DeviceOps.rope_write`; positions and slots are int64, the tables float32, everything contiguous."""
     rows, heads, dim = qkv_RYD.shape
@@ -69,5 +79,6 @@ def rope_write(
     rope_write_kernel[(rows, heads)](
         qkv_RYD, q_RND, keys_SKD, values_SKD, positions_R, write_slots_R, *tables, query_norm_D, key_norm_D, eps,
         QUERY_HEADS=query_heads, KV_HEADS=kv_heads, DIM=dim, NORM=norms is not None, BLOCK_D=block, num_warps=1,
+        EARLY=early_start, **early.launch_options(early_start),
     )  # fmt: skip
     return q_RND
