@@ -2,6 +2,7 @@
 refused."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -142,10 +143,15 @@ def test_a_forced_acceptance_is_said_in_the_result(serve_args, flag, simulated, 
         return outcome
 
     monkeypatch.setattr(ab, "run_ab", run)
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     command.ab(serve_args=serve_args, acceptance=flag, weights="random", save=True, results=tmp_path)
     (path,) = tmp_path.glob("*.json")
     result = load_result(path)
     assert (result.simulated.acceptance, result.simulated.weights) == (simulated, True)
+    notes = {row.note for row in result.rows}
+    assert notes == {"busy machine: load average 99.0 on 2 cores"}
+    assert ab.busy_note(2.9, 2) == ""
     assert given["shared"] == ("--model", "smollm2", *serve_args.split())
     assert [(load.users, load.input_tokens, load.output_tokens) for load in given["loads"]] == [
         (users, 8192, 1024) for users in (1, 2, 4, 8)

@@ -154,6 +154,8 @@ def test_the_command_is_what_was_measured_not_where_it_was_written(monkeypatch):
         sys, "argv", ["/opt/bin/lowlat", "bench", "step", "--results", "/x y", "--output", "1", "--plots=p"]
     )
     assert stamp.command_line() == "lowlat bench step --output 1"
+    monkeypatch.setattr(sys, "argv", ["packages/lowlat/src/lowlat/cli/main.py", "bench", "ab"])
+    assert stamp.command_line() == "lowlat bench ab"
     script = stamp.repository_root() / "benchmarks" / "host_cost.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--name", "a b"])
     assert stamp.command_line() == "python benchmarks/host_cost.py --name 'a b'"

@@ -159,8 +159,16 @@ def run_ab(sides: Sides, loads: Sequence[Load], *, rounds: int, say: Say = lambd
     return outcome
 
 
-def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load]) -> list[Row]:
-    """Rows of both arms, and for each load the speedups with intervals: decode speed, P90 interactivity, end to end."""
+def busy_note(load: float, cores: int) -> str:
+    """What a result says where more threads wanted to run in the last minute than the machine has cores."""
+    return f"busy machine: load average {load:.1f} on {cores} cores" if load > cores + 1 else ""
+
+
+def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load], note: str = "") -> list[Row]:
+    """Rows of both arms, and for each load the speedups with intervals: decode speed, P90 interactivity, end to end.
+
+    `note` is said of every arm's figures and of the speedups.
+    """
     rows = [
         row_from_samples(
             [round(1e3 * seconds, 1) for seconds in ready.values()], workload="start of the server", arm=arm,
@@ -174,7 +182,7 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load]) -> list[Row
         for arm, blocks in ((sides.off_arm, off), (sides.on_arm, on)):
             everything = [record for block in blocks for record in block]
             rows += [
-                row
+                msgspec.structs.replace(row, note=note)
                 for row in load_rows(everything, workload=load.name, arm=arm, concurrency=load.users)
                 # totals over blocks with pauses between them mean nothing
                 if row.metric not in ("tokens_per_s_total", "goodput")
@@ -193,8 +201,9 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load]) -> list[Row
         }
         for of, interval in ratios.items():
             row = row_from_interval(
-                interval, workload=f"{load.name}: {of}", arm=sides.on_arm, metric="speedup", concurrency=load.users
-            )
+                interval, workload=f"{load.name}: {of}", arm=sides.on_arm, metric="speedup", concurrency=load.users,
+                note=note,
+            )  # fmt: skip
             row.details = {"of": of, "over": sides.off_arm, "covered_share": share}
             rows.append(row)
     return rows

@@ -165,7 +165,9 @@ def _measured_options(arguments: list[str]) -> list[str]:
 def command_line() -> str:
     """The command that started this process, as one would type it: `lowlat ...` or `python script ...`."""
     program = pathlib.Path(sys.argv[0])
-    if program.name in ("lowlat", "__main__.py"):
+    if program.parts[-3:] == ("lowlat", "cli", "main.py"):  # `python -m lowlat.cli.main`
+        first = ["lowlat"]
+    elif program.name in ("lowlat", "__main__.py"):
         first = ["lowlat"] if program.name == "lowlat" else ["python", "-m", program.parent.name]
     else:
         root = repository_root()

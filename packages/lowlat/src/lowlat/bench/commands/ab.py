@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shlex
 import sys
@@ -111,5 +112,6 @@ def ab(
         result = new_result(
             slug("ab", subject, pathlib.Path(model).name), simulated=Simulated(weights=simulated, acceptance=acceptance)
         )
-        result.rows = measure.ab_rows(outcome, sides, loads)
+        note = measure.busy_note(os.getloadavg()[0], os.cpu_count() or 1) if hasattr(os, "getloadavg") else ""
+        result.rows = measure.ab_rows(outcome, sides, loads, note)
         finish(result, as_json=as_json, save_it=save, folder=results)
