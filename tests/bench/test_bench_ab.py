@@ -10,11 +10,12 @@ import urllib.request
 
 import pytest
 
-from lowlat.bench import ab
+from lowlat.bench import ab, plots
 from lowlat.bench.commands import ab as command
 from lowlat.bench.load.records import Record
 from lowlat.bench.load.traces import Agent, Turn
 from lowlat.bench.local_server import ServerStartError, local_server
+from lowlat.bench.results import Simulated, new_result
 from lowlat.bench.results import load as load_result
 
 SCRIPTED = (sys.executable, str(pathlib.Path(__file__).with_name("scripted_server.py")))
@@ -26,7 +27,7 @@ def sides(**fields):
     return ab.Sides(shared=shared, on=on, on_arm="lowlat-cpu", command=SCRIPTED, **fields)
 
 
-def test_the_known_gain_comes_out_with_its_interval():
+def test_the_known_gain_comes_out_with_its_interval(tmp_path):
     loads = ab.long_prompt_loads((1, 2), input_tokens=20, output_tokens=12, requests=1)
     said = []
     outcome = ab.run_ab(sides(), loads, rounds=2, say=said.append)
@@ -44,8 +45,17 @@ def test_the_known_gain_comes_out_with_its_interval():
         assert gain.low <= gain.median <= gain.high
         assert 1.3 < speedups["interactivity_p90", users].median < 3
         assert 1.2 < speedups["e2e_interactivity_p90", users].median < 2.0
-    arms = {(row.arm, row.concurrency) for row in rows if row.metric == "tokens_per_s_user"}
-    assert arms == {(arm, users) for arm in ("general", "lowlat-cpu") for users in (1, 2)}
+    for metric in ("tokens_per_s_user", "tokens_per_s_total"):
+        arms = {(row.arm, row.concurrency) for row in rows if row.metric == metric}
+        assert arms == {(arm, users) for arm in ("general", "lowlat-cpu") for users in (1, 2)}
+    totals = {(row.arm, row.concurrency): row for row in rows if row.metric == "tokens_per_s_total"}
+    assert totals["general", 2].samples == 4, "one of each block"
+    # 12 tokens take 10 ms and 11 gaps of 8 ms
+    assert 12 / 0.098 / 3 < totals["general", 1].median <= 12 / 0.098
+    result = new_result("ab-scripted", simulated=Simulated(weights=True), command="x")
+    result.rows = rows
+    drawn = plots.user_against_total(result, tmp_path)
+    assert [path.name for path in drawn] == [f"ab-scripted-20-in-12-out-user-against-total.{e}" for e in ("png", "svg")]
 
 
 def test_both_sides_get_the_same_prompts_and_no_block_repeats_one():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from lowlat.bench.load.client import Client
-from lowlat.bench.load.metrics import gaps, interactivity, load_rows, normalised
+from lowlat.bench.load.metrics import gaps, interactivity, load_rows, normalised, summarize
 from lowlat.bench.load.prompts import calibrate
 from lowlat.bench.load.records import Record
 from lowlat.bench.load.replay import Replay, ReplayOptions
@@ -72,6 +72,8 @@ class AbOutcome(msgspec.Struct):
     off: dict[str, list[list[Record]]] = {}
     on: dict[str, list[list[Record]]] = {}
     covered: Covered = msgspec.field(default_factory=Covered)
+    totals: dict[tuple[str, str], list[float]] = {}
+    """By load and arm: tokens a second of all users together, in each block."""
     ready_s: dict[str, dict[int, float]] = {}
     """By arm, and process of the server: seconds to its first ready answer."""
 
@@ -148,7 +150,9 @@ def run_ab(sides: Sides, loads: Sequence[Load], *, rounds: int, say: Say = lambd
                     with lend(on) as server:
                         before = server.low_latency_steps() if on else {}
                         # off and on of one half get the same prompts; each server sees either text once
-                        collected[on] += _block(server, load, 2 * index + half // 2)
+                        records = _block(server, load, 2 * index + half // 2)
+                        collected[on] += records
+                        outcome.totals.setdefault((load.name, arm), []).append(summarize(records).tokens_per_s_total)
                         if on:
                             after = server.low_latency_steps()
                             outcome.covered.plugin += after.get("plugin", 0.0) - before.get("plugin", 0.0)
@@ -184,9 +188,17 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load], note: str =
             rows += [
                 msgspec.structs.replace(row, note=note)
                 for row in load_rows(everything, workload=load.name, arm=arm, concurrency=load.users)
-                # totals over blocks with pauses between them mean nothing
+                # over blocks with pauses between them these mean nothing
                 if row.metric not in ("tokens_per_s_total", "goodput")
             ]
+            totals = outcome.totals.get((load.name, arm))
+            if totals:
+                rows.append(
+                    row_from_samples(
+                        totals, workload=load.name, arm=arm, metric="tokens_per_s_total", concurrency=load.users,
+                        note=note,
+                    )
+                )  # fmt: skip
         # speeds are inverse times, so the speedup is the time of off over the time of on
         ratios = {
             "tokens_per_s_user": ratio_interval(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lowlat.bench.results import Result, Row
@@ -104,7 +104,11 @@ def roofline(result: Result, folder: pathlib.Path) -> list[pathlib.Path]:
 
 def user_against_total(result: Result, folder: pathlib.Path) -> list[pathlib.Path]:
     """Speed that one user sees against the speed of all, a point for each number of users and a line for each arm."""
-    place: Callable[[Row], tuple[Any, ...]] = lambda row: (row.workload, row.arm, row.concurrency)  # noqa: E731
+
+    def place(row: Row) -> tuple[Any, ...]:
+        # loads that differ in the number of users alone are one workload
+        return re.sub(r", \d+ (users|runs)$", "", row.workload), row.arm, row.concurrency
+
     user = {place(row): row for row in result.rows if row.metric == "tokens_per_s_user"}
     total = {place(row): row for row in result.rows if row.metric == "tokens_per_s_total"}
     both = sorted(set(user) & set(total))
