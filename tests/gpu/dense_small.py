@@ -1,6 +1,7 @@
-"""Steps of a small model for tools that watch every access: `compute-sanitizer python dense_small.py [widths]`.
+"""Steps of a small model for tools that watch every access: `compute-sanitizer python dense_small.py [plain] [widths]`.
 
-Prints the greedy tokens of steps of several widths, page sizes and contexts; two runs print the same.
+`plain`: the cache is copied by loads and stores. Prints the greedy tokens of steps of several widths, page sizes and
+contexts; two runs print the same.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def main() -> None:
     shape = plans.DenseShape(2, 1024, 16, 8, 128, 1024, 1100, True, 1e-6)
     weights = random_weights(shape, 3, "cuda")
     rotary = rotary_table(frequencies({}, shape.head_dim), 256, "cuda")
-    step = DenseStep(plans.DensePlan(shape), weights, rotary)
+    step = DenseStep(plans.DensePlan(shape, plain_copies="plain" in sys.argv), weights, rotary)
     step.spin_limit = 1 << 30  # a watched step is slow
-    for width in [int(text) for text in sys.argv[1:]] or list(CASES):
+    for width in [int(text) for text in sys.argv[1:] if text.isdigit()] or list(CASES):
         for page_size in (1, 16):
             inputs, pools = make_case(shape, CASES[width], page_size, width)
             step.bind(pools, page_size)

@@ -72,3 +72,59 @@ def test_tokens_of_the_general_path_up_to_rounding(cores: tuple[EngineCore, Engi
     print("answers that begin alike:", same, steps(cores[1]))
     assert same >= 6
     assert steps(cores[1])["plugin", "covered"] >= 20
+
+
+def test_every_batch_size_and_mode_replays_the_eager_steps(cores: tuple[EngineCore, EngineCore]) -> None:
+    """Drawn tokens are those of the same logits: seeded answers alone equal seeded answers beside others."""
+    core = cores[1]
+    sampling = [
+        SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.8, seed=11, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.7, seed=12, top_k=50, top_p=0.9, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0, frequency_penalty=0.5, logprobs=2, ignore_eos=True),
+    ]
+    requests = [(prompt(request, 33 + 50 * request), sampling[request % 4]) for request in range(8)]
+    before = steps(core).get(("plugin", "covered"), 0)
+    together = answers(core, requests)
+    assert steps(core)["plugin", "covered"] - before >= 8
+    for request, expected in zip(requests[1:4], together[1:4], strict=True):
+        # Prompts are computed on the general path, whose bits depend on what shares the batch: compare beginnings.
+        assert answers(core, [request])[0][:2] == expected[:2]
+
+
+def test_nine_requests_are_too_wide(cores: tuple[EngineCore, EngineCore]) -> None:
+    sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    before = steps(cores[1]).get(("general", "too-wide"), 0)
+    assert all(len(one) == 6 for one in answers(cores[1], [(prompt(n, 20), sampling) for n in range(9)]))
+    assert steps(cores[1])["general", "too-wide"] > before
+
+
+def test_a_failed_step_runs_again_on_the_general_path() -> None:
+    """The error word is set while steps are in flight, as a block would that missed its deadline."""
+    core = engine("require")
+    assert core.low_latency is not None
+    kernel: Any = core.low_latency.kernel
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    expected = answers(core, [(prompt(n, 60), sampling) for n in range(3)])
+    for index in range(3):
+        core.submit(GenerateRequest(id=str(index), prompt_ids=prompt(index, 60), sampling=sampling))
+    found: list[list[int]] = [[] for _ in range(3)]
+    turns = 0
+    while core.has_work:
+        for output in core.turn():
+            assert output.error is None, output.error
+            found[int(output.id)] += output.token_ids
+        turns += 1
+        if turns == 12:
+            kernel._step.state[1] = 1 + 5 * 16 + 2
+    assert [len(one) for one in found] == [40] * 3
+    assert [one[:8] for one in found] == [one[:8] for one in expected]
+    counts = steps(core)
+    print(counts, core.low_latency.report().reasons)
+    assert counts["general", "failed"] >= 20
+    assert any(
+        "block 5 gave up waiting for the input of stage 'attention'" in str(r)
+        for r in core.low_latency.report().reasons
+    )
+    core.close()
+    kernel._step.reset()

@@ -18,6 +18,7 @@ from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import product
 from lowlat.layers.triton.rope_write import rope_write
+from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.platform.cuda import CudaLinear
 
 REFERENCE = ReferenceOps()
@@ -64,6 +65,25 @@ def test_gated_products(activation):
     linear = CudaLinear(torch.randn(2 * 21, 40), torch.randn(2 * 21))
     result, _ = product(x, linear.weight_OI, linear.bias_O, norm_I=norm, eps=1e-5, activation=activation)
     close(result, REFERENCE.add_norm_product(None, x, norm, 1e-5, linear, activation)[0])
+
+
+@pytest.mark.parametrize("slots", [[4], [2, 0, 1], [3, 5, 5]])
+def test_slots(slots):
+    """Slot 5 is the one of padding."""
+    slots_B = torch.tensor(slots)
+    lengths, tokens = torch.tensor([9, 0, 31, 7, 8, 0]), torch.arange(6) * 11
+    pages = torch.randperm(6 * 8).to(torch.int32).view(6, 8)
+    mine, theirs = (ops(slots_B, tokens, lengths, pages, 4) for ops in (take_slots, REFERENCE.take_slots))
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    chosen = torch.tensor([-1, 70, 70][-len(slots) :])
+    results = []
+    for ops in (put_tokens, REFERENCE.put_tokens):
+        state = tokens.clone(), lengths.clone()
+        ops(slots_B, chosen, *state, 5)
+        results.append(state)
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("norms", [False, True])

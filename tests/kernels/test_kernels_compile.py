@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from lowlat.bench import read_kernel  # noqa: E402
-from lowlat.layers.triton import activation, attention, norm, product, rope_write  # noqa: E402
+from lowlat.layers.triton import activation, attention, norm, product, rope_write, slots  # noqa: E402
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -137,6 +137,20 @@ def test_small_kernels_fit(target, tmp_path):
                 "SINGLE": False, "EARLY": False,
             },
             4,
+        ),
+        (
+            slots.take_slots_kernel,
+            dict.fromkeys(["slots_ptr", "tokens_ptr", "lengths_ptr", "token_ptr", "place_ptr", "write_ptr"], "*i64")
+            | {"pages_ptr": integers, "after_ptr": integers, "row_ptr": integers, "count": "i32", "width": "i32"},
+            {"PAGE": 16, "BLOCK": 8},
+            1,
+        ),
+        (
+            slots.put_tokens_kernel,
+            dict.fromkeys(["slots_ptr", "chosen_ptr", "tokens_ptr", "lengths_ptr"], "*i64")
+            | {"count": "i32", "padding": "i32"},
+            {"BLOCK": 8},
+            1,
         ),
     ]  # fmt: skip
     for kernel, types, constants, warps in jobs:

@@ -12,7 +12,7 @@ from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense.cases import copy_pools, make_case, one_row
 from lowlat_nvidia.dense.reference import random_weights, reference_step
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
-from lowlat_nvidia.dense.step import THREADS, DenseStep, StepDeadlineError, StepTensors
+from lowlat_nvidia.dense.step import DEFAULT_SPIN_LIMIT, THREADS, DenseStep, StepDeadlineError, StepTensors
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -134,12 +134,55 @@ def test_a_missed_deadline_is_an_error_and_the_context_lives(built: tuple) -> No
         parameters = step.parameters(inputs)
         # One block is missing: the others wait in vain for what it would have published.
         step.function.launch(plans.BLOCKS - 1, THREADS, parameters, torch.cuda.current_stream().cuda_stream)
-        with pytest.raises(StepDeadlineError, match="gave up waiting"):
+        with pytest.raises(StepDeadlineError, match=r"block \d+ gave up waiting for the input of stage '\w"):
             step.check()
     finally:
-        step.spin_limit = 4_000_000
+        step.spin_limit = DEFAULT_SPIN_LIMIT
         step.reset()
     assert torch.equal(run(step, inputs, pools, 16), expected)
+
+
+def test_a_failed_step_leaves_no_tokens_until_the_reset(built: tuple) -> None:
+    step, _ = built
+    inputs, pools = make_case(step.plan.shape, [[77], [5]], 16, 9)
+    expected = run(step, inputs, pools, 16)
+    step.state[1] = 1 + 3 * 16 + 6
+    for _ in range(3):
+        logits = step.run(inputs)
+        assert logits[:, 0].isnan().all()
+        assert step.next_token_R[:2].tolist() == [-1, -1]
+        assert "block 3 gave up waiting for the input of stage 'down'" in str(step.error())
+    step.reset()
+    assert torch.equal(run(step, inputs, pools, 16), expected)
+
+
+def test_padding_rows_and_tables_by_row(built: tuple) -> None:
+    """Padding rows write nowhere, real rows keep their bits; a step of padding alone writes nothing at all."""
+    step, _ = built
+    inputs, pools = make_case(step.plan.shape, [[40], [7], [300]], 16, 12)
+    expected_pools = copy_pools(pools)
+    expected = run(step, inputs, expected_pools, 16)
+    starts = torch.arange(6, dtype=torch.int32, device="cuda")
+    table = torch.full((9, inputs.page_table_TP.shape[1]), 1 << 20, dtype=torch.int32, device="cuda")
+    rows = torch.tensor([7, 0, 3, 1, 5], dtype=torch.int32, device="cuda")
+    table[rows[[0, 2, 3]].long()] = inputs.page_table_TP
+    tokens = torch.zeros(5, dtype=torch.int64, device="cuda")
+    tokens[[0, 2, 3]] = inputs.tokens_R
+    positions = torch.full((5,), 1 << 30, dtype=torch.int64, device="cuda")
+    positions[[0, 2, 3]] = inputs.positions_R
+    write = torch.tensor([5, -1, 5, 5, -1], device="cuda")
+    padded = StepTensors(tokens, positions, starts, table, write, rows)
+    mine = copy_pools(pools)
+    logits = run(step, padded, mine, 16)
+    assert torch.equal(logits[[0, 2, 3]], expected)
+    for a, b in zip(mine, expected_pools, strict=True):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+    mine = copy_pools(pools)
+    run(step, StepTensors(tokens, positions, starts, table, torch.full_like(write, -1), rows), mine, 16)
+    for a, b in zip(mine, pools, strict=True):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
 
 
 def test_closer_than_bfloat16(built: tuple) -> None:

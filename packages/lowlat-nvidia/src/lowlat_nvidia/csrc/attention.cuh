@@ -134,17 +134,26 @@ DEV void look_up(const Params& p, const Shared& s, Cursor& at, int lane) {
   at.where = lane < 8 && token < min(k.end[at.row], k.cached[at.row]) ? slot_of(p, s, at.row, token) : -1;
 }
 // Fills a unit with 16-byte copies; tokens that are not cached become zeros. Fast, but loads return in order within a
-// multiprocessor: what is polled for waits behind these.
+// multiprocessor: what is polled for waits behind these. PLAIN_COPIES does the same by loads and stores, for racecheck,
+// which does not see that copies without a wait are done when their barrier is.
 DEV void copy_pieces(const Params& p, u32 to, const u8* keys, const u8* values, long head, int where, u32 full, int lane) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; i++) {
     const int index = i * 32 + lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
     const int slot = __shfl_sync(~0u, where, t);
     const long from = ((slot < 0 ? 0 : slot) * p.slot_stride + head + piece * 8) * 2;
+#if PLAIN_COPIES
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    store_shared(to + t * KEY_STRIDE + piece * 16, slot >= 0 ? load_stream(keys + from) : none);
+    store_shared(to + 8 * KEY_STRIDE + t * VALUE_STRIDE + piece * 16, slot >= 0 ? load_stream(values + from) : none);
+  }
+  barrier_arrive(full);
+#else
     copy_async(to + t * KEY_STRIDE + piece * 16, keys + from, slot >= 0);
     copy_async(to + 8 * KEY_STRIDE + t * VALUE_STRIDE + piece * 16, values + from, slot >= 0);
   }
   barrier_arrive_after_copies(full);
+#endif
 }
 // The same with a bulk copy for each key and each value, which no other load waits for, at a tenth of the rate. Tokens
 // that are not cached keep what was there: their weights are zero, and it is finite.

@@ -36,6 +36,9 @@ DEV uint4 load_shared(u32 address) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
 }
+DEV void store_shared(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 
 // Exchanged data: relaxed, at the scope of the GPU, so that L1 never answers.
 DEV uint4 load_exchange(const void* p) {

@@ -139,7 +139,7 @@ class DensePlan:
     """A shape with the choices that tune it.
 
     `ring_limit` bytes of weights and `units` blocks of 8 cached tokens a warp are under way; what all blocks read is
-    published `copies` times when rows are few.
+    published `copies` times when rows are few. `plain_copies` is for tools that watch every access.
     """
 
     shape: DenseShape
@@ -150,6 +150,7 @@ class DensePlan:
     probe: bool = True
     idle_ns: int = 200
     paced: bool = True
+    plain_copies: bool = False
 
     @property
     def page_fragments(self) -> int:
@@ -236,5 +237,6 @@ class DensePlan:
             "PROBE": int(self.probe),
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
+            "PLAIN_COPIES": int(self.plain_copies),
             "SHARED_BYTES": self.shared_bytes(),
         }

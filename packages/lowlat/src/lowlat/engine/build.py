@@ -19,7 +19,7 @@ from lowlat.cache.windows import WindowPages
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
-from lowlat.engine.device_build import device_runner, prepare
+from lowlat.engine.device_build import device_runner, prepare, use_kernels
 from lowlat.engine.device_runner import DeviceExecutor, DeviceRunner
 from lowlat.engine.drafts import open_draft
 from lowlat.engine.executor import Executor, ThreadExecutor
@@ -210,7 +210,7 @@ def build_rank(
     )
     runner: ModelRunner | DeviceRunner = host
     if platform.keeps_state:
-        runner = device_runner(model, host, limits, width=width, kernels=kernels.built) or host
+        runner = device_runner(model, host, limits, width=width) or host
     progress(0, 0, "first step")
     _first_step(runner)
     if isinstance(runner, DeviceRunner):
@@ -222,6 +222,9 @@ def build_rank(
         if kernels.built:
             progress(0, 0, "checking kernels")
             kernels.prove()
+        if kernels.active and isinstance(runner, DeviceRunner):
+            progress(0, 0, "capturing kernels")
+            use_kernels(runner, kernels.low)
     host.kernel_steps = KernelSteps(kernels.low, page_size, platform.device)
     if width > 1:
         progress(0, 0, "measuring steps")

@@ -17,6 +17,7 @@ from lowlat.layers.device_step import DeviceOps
 from lowlat.models.base import Model
 from lowlat.models.decoder import Decoder
 from lowlat.models.device_decoder import DeviceDecoder
+from lowlat_plugin import LowLatency
 
 log = logging.getLogger("lowlat.engine")
 
@@ -24,14 +25,12 @@ log = logging.getLogger("lowlat.engine")
 _USUAL = [SamplingMode(), SamplingMode(draws=True), SamplingMode(draws=True, filters=True)]
 
 
-def device_runner(
-    model: Model, host: ModelRunner, limits: PlanLimits, *, width: int, kernels: bool
-) -> DeviceRunner | None:
+def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width: int) -> DeviceRunner | None:
     """A runner around `host` whose steps wait for nobody; None, with a warning that says why, where `host` must do.
 
-    `width`: rows that a request may have in a decode step. `kernels`: a kernel library computes steps.
+    `width`: rows that a request may have in a decode step.
     """
-    reason = _host_only(model, width, kernels)
+    reason = _host_only(model, width)
     if reason is not None:
         log.warning("steps are planned and sampled on the host, one after another: %s", reason)
         return None
@@ -60,6 +59,12 @@ def prepare(runner: DeviceRunner, chunk_tokens: int) -> None:
     log.info("%d decode graphs", runner.bodies.captured)
 
 
+def use_kernels(runner: DeviceRunner, low: LowLatency) -> None:
+    """Let a proven kernel library compute decode steps, and capture the usual ones."""
+    runner.use_kernels(low, _USUAL)
+    log.info("%d decode graphs, those of kernels among them", runner.bodies.captured)
+
+
 def device_ops(device: torch.device) -> tuple[DeviceOps, bool]:
     """The operations between products for a device, and whether they are fused kernels."""
     if device.type == "cpu":
@@ -73,9 +78,7 @@ def device_ops(device: torch.device) -> tuple[DeviceOps, bool]:
     return TritonOps(processors, early_start=starts_early(device)), True
 
 
-def _host_only(model: Model, width: int, kernels: bool) -> str | None:
-    if kernels:
-        return "a kernel library computes them (--low-latency off changes that)"
+def _host_only(model: Model, width: int) -> str | None:
     if width > 1:
         return "guesses are made and checked there (--spec off changes that)"
     if not isinstance(model, Decoder):

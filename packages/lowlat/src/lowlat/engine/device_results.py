@@ -42,13 +42,17 @@ class PendingStep:
         device: torch.device,
         done: Callable[[list[int]], None],
         reads: LabelReads | None = None,
+        again: Callable[[PendingStep], bool] | None = None,
     ) -> None:
         """Start the copies. The samples' first rows are those of `slots`, the others padding; `wanted` are the
-        log-probabilities that each wants (-1 none). `done` hears of the tokens once, before anybody else."""
+        log-probabilities that each wants (-1 none). `done` hears of the tokens once, before anybody else; `again` is
+        asked first where a row has none, and is true where another step now stands for this one (`replace`)."""
         self._step = step
         self._slots = slots
         self._wanted = wanted
         self._done = done
+        self._again = again
+        self._instead: PendingStep | None = None
         self._result: StepResult | None = None
         self._samples: Samples | None = None
         self._event: Any = None
@@ -74,10 +78,16 @@ class PendingStep:
         """Whether the result was read."""
         return self._result is not None
 
+    def replace(self, other: PendingStep) -> None:
+        """Let the result of another launch of the same plan be this one's."""
+        self._instead = other
+
     def wait(self, timeout: float | None = None) -> StepResult | None:
         """The result; None after `timeout` seconds. Raises CUDA's errors."""
-        if self._result is None and self._arrived(timeout):
+        if self._result is None and self._instead is None and self._arrived(timeout):
             self._result = self._read()
+        if self._result is None and self._instead is not None:
+            self._result = self._instead.wait(timeout)
         return self._result
 
     def _arrived(self, timeout: float | None) -> bool:
@@ -94,13 +104,16 @@ class PendingStep:
             time.sleep(0 if waited < _SPIN_S else _LOOK_S)
         return True
 
-    def _read(self) -> StepResult:
+    def _read(self) -> StepResult | None:
+        """None where another step stands for this one."""
         labels, bad = self._labels()
         samples = self._samples
         if samples is None:
             self._done([])
             return StepResult(self._step, [], label_logprobs=labels, bad_slots=bad)
         tokens: list[int] = samples.tokens_M.tolist()
+        if self._again is not None and min(tokens) < 0 and self._again(self):
+            return None
         self._done(tokens)
         logprobs = self._logprobs(samples)
         broken = [slot for slot, token in zip(self._slots, tokens, strict=True) if token < 0]

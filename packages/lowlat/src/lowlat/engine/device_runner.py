@@ -14,28 +14,41 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import torch
 
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import GREEDY, PlanLimits, SlotSampling, StepPlan
 from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, label_logprobs
+from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import LabelReads, PendingStep
 from lowlat.engine.device_sampler import Samples, SamplingMode, choose
 from lowlat.engine.device_state import DeviceState, PageTable, to_device
 from lowlat.engine.executor import ExecutorError, StepResult
-from lowlat.engine.graphs import StepBodies
+from lowlat.engine.graphs import Body, StepBodies
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.sampler import MIN_TEMPERATURE
 from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.models.device_decoder import DeviceDecoder
+from lowlat_plugin import LowLatency, StepFailed
+from lowlat_plugin.routing import FAILED
 
 log = logging.getLogger("lowlat.engine")
 
 # Log-probabilities of a graph's most likely tokens: few sizes, so few graphs.
 _TOP_SIZES = (0, 5, 20)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step: its plan, and the lengths of its slots before it."""
+
+    plan: StepPlan
+    lengths: dict[int, int]
+    pending: PendingStep
 
 
 def padded_requests(requests: int, most: int) -> int:
@@ -58,6 +71,8 @@ class DeviceRunner:
         self.bodies = bodies
         self.fallbacks: Counter[str] = Counter()
         """Steps that the host ran, by the reason."""
+        self.kernels: DeviceKernels | None = None
+        """Where a kernel library computes decode steps: set by `use_kernels`."""
         self._most = limits.max_batch
         self._state = DeviceState(limits, layout, model.vocab_size, self.device)
         self._chunks = ChunkBodies(model, self.kv, self._state, bodies)
@@ -66,7 +81,7 @@ class DeviceRunner:
         self._lengths = [0] * limits.max_batch
         self._tokens = [0] * limits.max_batch
         self._sampling: list[SlotSampling] = [GREEDY] * limits.max_batch
-        self._in_flight: deque[PendingStep] = deque()
+        self._in_flight: deque[Flight] = deque()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a step and wait for it."""
@@ -87,13 +102,30 @@ class DeviceRunner:
         if reason is not None:
             return self._run_on_host(plan, reason)
         self.host.learn(plan)
-        if self.host.kernel_steps is not None:
-            self.host.kernel_steps.count(plan)
-        pending = self._launch_chunks(plan) if plan.chunks else self._launch_decodes(plan)
-        while self._in_flight and self._in_flight[0].known:
+        slots = [chunk.slot for chunk in plan.chunks] + plan.decodes
+        before = {slot: self._lengths[slot] for slot in slots}
+        if plan.chunks or self.kernels is None:
+            if self.host.kernel_steps is not None:
+                self.host.kernel_steps.count(plan)
+            pending = self._launch_chunks(plan) if plan.chunks else self._launch_decodes(plan)
+        else:
+            pending = self._try_kernels(plan, self.kernels) or self._launch_decodes(plan)
+        while self._in_flight and self._in_flight[0].pending.known:
             self._in_flight.popleft()
-        self._in_flight.append(pending)
+        self._in_flight.append(Flight(plan, before, pending))
         return pending
+
+    def use_kernels(self, low: LowLatency, modes: list[SamplingMode]) -> None:
+        """Let a library that was proven compute the decode steps that it covers; captures them in these modes."""
+        self.kernels = DeviceKernels(low, self._state, self.model.ops)
+        with torch.inference_mode():
+            for size in self.kernels.sizes(self._most):
+                for mode in modes:
+                    try:
+                        self._prepare_kernels(self.kernels, size, mode)
+                    except StepFailed:
+                        return  # the library is disabled, and has said why
+        low.recheck()
 
     def prepare(self, modes: list[SamplingMode]) -> None:
         """Capture the decode steps of every size in these modes, so that no request waits for it."""
@@ -115,13 +147,16 @@ class DeviceRunner:
 
         The slots have decoded in this very set before. What the host knows of their lengths is not changed.
         """
-        size, mode = padded_requests(len(slots), self._most), self._mode(slots)
-        longest = max(self._lengths[slot] for slot in slots) + 1
+        mode = self._mode(slots)
+        kernels = self.kernels
+        if kernels is not None and kernels.route(StepPlan(0, [], [], [], slots)).kernels:
+            size = len(slots)
+            return self._replayed(("kernels", size, mode), lambda: kernels.decode(self._slots_B[size], mode))
+        padded, longest = padded_requests(len(slots), self._most), max(self._lengths[slot] for slot in slots) + 1
+        return self._replayed((padded, mode), lambda: self._decode(padded, mode, longest))
 
-        def body() -> Samples:
-            return self._decode(size, mode, longest)
-
-        return (lambda: self.bodies.run((size, mode), body)), body
+    def _replayed(self, key: Hashable, body: Body) -> tuple[Body, Body]:
+        return (lambda: self.bodies.run(key, body)), body
 
     # --- steps of decodes alone --------------------------------------------------------------------------------------
 
@@ -130,25 +165,91 @@ class DeviceRunner:
         size = padded_requests(len(slots), self._most)
         mode = self._mode(slots)
         self._prepare(size, mode)
-        if self._sent.get(size) != slots:
-            padded = slots + [self._state.padding_slot] * (size - len(slots))
-            self._slots_B[size].copy_(to_device(padded, torch.int64, self.device), non_blocking=True)
-            self._sent[size] = slots
+        self._address(slots, size)
         for slot in slots:
             self._lengths[slot] += 1
         longest = max(self._lengths[slot] for slot in slots)
         samples = self.bodies.run((size, mode), lambda: self._decode(size, mode, longest))
         return self._pending(plan, samples, slots)
 
+    def _address(self, slots: list[int], size: int) -> None:
+        """Tell the bodies of a size which slots they are for."""
+        if self._sent.get(size) != slots:
+            padded = slots + [self._state.padding_slot] * (size - len(slots))
+            self._slots_B[size].copy_(to_device(padded, torch.int64, self.device), non_blocking=True)
+            self._sent[size] = slots
+
     def _prepare(self, size: int, mode: SamplingMode) -> None:
+        self._reserve(size)
+        if not self.bodies.knows((size, mode)):
+            self._forget(size)
+            self.bodies.prepare((size, mode), lambda: self._decode(size, mode, 1))
+            log.info("captured decode steps of %d requests, %s", size, mode)
+
+    def _reserve(self, size: int) -> None:
         if size not in self._slots_B:
             padding = self._state.padding_slot
             self._slots_B[size] = torch.full((size,), padding, dtype=torch.int64, device=self.device)
-        if not self.bodies.knows((size, mode)):
-            self._slots_B[size].fill_(self._state.padding_slot)
-            self._sent.pop(size, None)
-            self.bodies.prepare((size, mode), lambda: self._decode(size, mode, 1))
-            log.info("captured decode steps of %d requests, %s", size, mode)
+
+    def _forget(self, size: int) -> None:
+        """All slots of a size are padding, as bodies must find them while they are prepared."""
+        self._slots_B[size].fill_(self._state.padding_slot)
+        self._sent.pop(size, None)
+
+    # --- those that a kernel library computes -------------------------------------------------------------------------
+
+    def _try_kernels(self, plan: StepPlan, kernels: DeviceKernels) -> PendingStep | None:
+        """Launch a step of decodes on the library, and count who computes it; None where the general path must."""
+        route, slots = kernels.route(plan), plan.decodes
+        samples = None
+        if route.kernels:
+            size, mode = len(slots), self._mode(slots)
+            try:
+                self._prepare_kernels(kernels, size, mode)
+                self._address(slots, size)
+                samples = self.bodies.run(("kernels", size, mode), lambda: kernels.decode(self._slots_B[size], mode))
+            except StepFailed:
+                log.warning("step %d runs on the general path", plan.step)
+                route = FAILED
+        kernels.low.counters.add(route)
+        if samples is None:
+            return None
+        for slot in slots:
+            self._lengths[slot] += 1
+        return self._pending(plan, samples, slots, again=self._run_again)
+
+    def _prepare_kernels(self, kernels: DeviceKernels, size: int, mode: SamplingMode) -> None:
+        self._reserve(size)
+        kernels.reserve(size)
+        if not self.bodies.knows(("kernels", size, mode)):
+            self._forget(size)
+            self.bodies.prepare(("kernels", size, mode), lambda: kernels.decode(self._slots_B[size], mode))
+
+    @torch.inference_mode()
+    def _run_again(self, failed: PendingStep) -> bool:
+        """A step of the library came back without numbers. If it has failed, that step and all launched after it run
+        again on the general path, from the states before it; false where the numbers are the model's own."""
+        assert self.kernels is not None
+        if not self.kernels.failed():
+            return False
+        flights = list(self._in_flight)
+        while flights[0].pending is not failed:
+            del flights[0]
+        self._in_flight.clear()
+        before: dict[int, int] = {}
+        for flight in reversed(flights):
+            before |= flight.lengths
+        slots = list(before)
+        for slot, length in before.items():
+            self._lengths[slot] = length
+            answer = self.host.answer_counts(slot)
+            if answer is not None and self._state.rules is not None:
+                self._state.rules.set_counts(slot, answer)
+        self._state.rewind(slots, [self._tokens[slot] for slot in slots], list(before.values()))
+        log.warning("steps %d to %d run again on the general path", flights[0].plan.step, flights[-1].plan.step)
+        for flight in flights:
+            flight.pending.replace(self.launch(flight.plan))
+        return True
 
     def _decode(self, size: int, mode: SamplingMode, longest: int) -> Samples:
         """The body: everything between the slots' states before and after. `longest` matters where it is not captured:
@@ -247,7 +348,12 @@ class DeviceRunner:
         )
 
     def _pending(
-        self, plan: StepPlan, samples: Samples | None, slots: list[int], reads: LabelReads | None = None
+        self,
+        plan: StepPlan,
+        samples: Samples | None,
+        slots: list[int],
+        reads: LabelReads | None = None,
+        again: Callable[[PendingStep], bool] | None = None,
     ) -> PendingStep:
         observers = [self.host.observer(slot) for slot in slots]
 
@@ -260,7 +366,7 @@ class DeviceRunner:
                     observe(token)
 
         wanted = [self._sampling[slot].logprobs for slot in slots]
-        return PendingStep(plan.step, samples, slots, wanted, self.device, done, reads)
+        return PendingStep(plan.step, samples, slots, wanted, self.device, done, reads, again)
 
     # --- what the device cannot do -----------------------------------------------------------------------------------
 
@@ -274,8 +380,9 @@ class DeviceRunner:
         return None
 
     def _run_on_host(self, plan: StepPlan, reason: str) -> PendingStep:
-        while self._in_flight:
-            self._in_flight.popleft().wait()
+        for flight in list(self._in_flight):
+            flight.pending.wait()
+        self._in_flight.clear()
         if not self.fallbacks[reason]:
             log.warning("steps with %s wait for the device and choose tokens on the host: they are slower", reason)
         self.fallbacks[reason] += 1

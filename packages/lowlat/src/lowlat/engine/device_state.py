@@ -8,6 +8,7 @@ Legend of shape suffixes: T slots with the padding slot last, P pages of a slot,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,6 +59,13 @@ class RuleState:
         self.banned_until_T[slot : slot + 1].fill_(setting.banned_until)
         penalties = (setting.repetition_penalty, setting.presence_penalty, setting.frequency_penalty)
         self.penalties_T3[slot].copy_(to_device(penalties, torch.float32, self._device), non_blocking=True)
+
+    def set_counts(self, slot: int, answer: Mapping[int, int]) -> None:
+        """How often the slot's answer holds each token, counted afresh."""
+        self.counts_TV[slot].zero_()
+        if answer:
+            counts = to_device(list(answer.values()), torch.int32, self._device)
+            self.counts_TV[slot].index_copy_(0, self._ids(tuple(answer)), counts)
 
     def _ids(self, ids: tuple[int, ...]) -> torch.Tensor:
         return to_device(ids, torch.int64, self._device)
@@ -124,6 +132,12 @@ class DeviceState:
         """Tokens computed so far."""
         where = to_device(slots, torch.int64, self.device)
         self.lengths_T.index_copy_(0, where, to_device(lengths, torch.int64, self.device))
+
+    def rewind(self, slots: list[int], tokens: list[int], lengths: list[int]) -> None:
+        """Newest tokens and lengths as they were before steps that are to run again."""
+        self.set_lengths(slots, lengths)
+        where, what = (to_device(values, torch.int64, self.device) for values in (slots, tokens))
+        self.tokens_T.index_copy_(0, where, what)
 
     def set_tokens(self, slots: list[int], tokens: list[int]) -> None:
         """Newest tokens, chosen by the host; rules take note of them."""

@@ -4,6 +4,7 @@ those that its grammar allows."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -41,6 +42,11 @@ class LogitRules:
     def of(cls, setting: SlotSampling, slot: int = 0) -> LogitRules | None:
         """The rules of a setting; None when it has none, which costs nothing in a step."""
         return cls(setting, slot) if cls.has(setting) else None
+
+    @property
+    def answer(self) -> Mapping[int, int]:
+        """How often the answer holds each token."""
+        return self._answer
 
     def observe(self, token: int) -> None:
         """Take note of a token of the answer."""

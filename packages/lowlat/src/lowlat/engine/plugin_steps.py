@@ -33,7 +33,8 @@ class KernelSteps:
         lengths: list[int],
         kv_slots: np.ndarray,
     ) -> torch.Tensor | None:
-        """Logits [R, V] of a step of decodes and the guesses they check; None where the general path must compute it.
+        """Logits [R, V] of a step of decodes and the guesses they check, on the host; None where the general path must
+        compute it.
 
         `tokens` and `lengths` are by batch slot, before the step, `guesses` by decode slot of the plan; `kv_slots`
         [B, tokens] names each token's KV slot.
@@ -50,12 +51,14 @@ class KernelSteps:
         if route.kernels:
             try:
                 rows = [[tokens[slot], *guessed] for slot, guessed in zip(plan.decodes, guesses, strict=True)]
-                logits_RV = low.forward(self._inputs(mode, plan.decodes, rows, lengths, kv_slots))
+                logits_RV = low.forward(self._inputs(mode, plan.decodes, rows, lengths, kv_slots)).to("cpu")
+                if bool(logits_RV[:, 0].isnan().any()):
+                    low.check()
             except StepFailed:
                 if low.host.agreement.size > 1:
                     raise
                 log.warning("step %d runs again on the general path", plan.step)
-                route = FAILED
+                route, logits_RV = FAILED, None
         low.counters.add(route)
         return logits_RV
 

@@ -7,7 +7,7 @@ names slots only. This is the runner of CPUs; steps run eagerly.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
@@ -117,6 +117,11 @@ class ModelRunner:
         """What must hear of a slot's tokens when others than `run` choose them; None: nothing."""
         rule = self._rules[slot]
         return None if rule is None else rule.observe
+
+    def answer_counts(self, slot: int) -> Mapping[int, int] | None:
+        """How often the answer of a slot with rules holds each token; None: it has no rules."""
+        rule = self._rules[slot]
+        return None if rule is None else rule.answer
 
     def state(self) -> tuple[list[int], list[int]]:
         """Newest tokens and lengths of all slots."""

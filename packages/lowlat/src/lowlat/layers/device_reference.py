@@ -93,6 +93,32 @@ class ReferenceOps:
             _attend(q_RND, keys_SKD, values_SKD, step, batch, rule, out_RND)
         return out_RND.flatten(1)
 
+    def take_slots(
+        self,
+        slots_B: torch.Tensor,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        pages_TP: torch.Tensor,
+        page_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Look up the slots' states."""
+        place_B = lengths_T[slots_B]
+        page_B = pages_TP[slots_B, place_B // page_size].long()
+        write_B = page_B * page_size + place_B % page_size
+        return tokens_T[slots_B], place_B, write_B, (place_B + 1).int(), slots_B.int()
+
+    def put_tokens(
+        self,
+        slots_B: torch.Tensor,
+        chosen_B: torch.Tensor,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        padding: int,
+    ) -> None:
+        """Write them."""
+        tokens_T.index_copy_(0, slots_B, chosen_B.clamp(min=0))
+        lengths_T.index_copy_(0, slots_B, lengths_T[slots_B] + (slots_B != padding))
+
 
 def _attend(
     q_RND: torch.Tensor,

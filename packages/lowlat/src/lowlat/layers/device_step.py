@@ -126,3 +126,25 @@ class DeviceOps(Protocol):
         rule: AttentionRule,
     ) -> torch.Tensor:
         """Causal attention of every row over its own request's tokens up to itself, [R, N * D]; padding gives zeros."""
+
+    def take_slots(
+        self,
+        slots_B: torch.Tensor,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        pages_TP: torch.Tensor,
+        page_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a decode step reads of its slots (int64): their tokens and places, the KV slots of those (all int64),
+        lengths after the step (int32), and the slots themselves as int32."""
+
+    def put_tokens(
+        self,
+        slots_B: torch.Tensor,
+        chosen_B: torch.Tensor,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        padding: int,
+    ) -> None:
+        """Write chosen tokens (int64; 0 for -1, so that the next step may look it up) to their slots, whose lengths
+        grow by one, but for the slot of padding."""

@@ -14,6 +14,7 @@ from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
+from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.platform.base import PackedLinear
 from lowlat.platform.cuda import CudaLinear
 
@@ -101,3 +102,25 @@ class TritonOps:
                 programs=self._programs, early_start=self._early,
             )  # fmt: skip
         return out_RND.flatten(1)
+
+    def take_slots(
+        self,
+        slots_B: torch.Tensor,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        pages_TP: torch.Tensor,
+        page_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Look up the slots' states."""
+        return take_slots(slots_B, tokens_T, lengths_T, pages_TP, page_size)
+
+    def put_tokens(
+        self,
+        slots_B: torch.Tensor,
+        chosen_B: torch.Tensor,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        padding: int,
+    ) -> None:
+        """Write them."""
+        put_tokens(slots_B, chosen_B, tokens_T, lengths_T, padding)
