@@ -152,33 +152,27 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
     `previous_decodes` are the decode slots of the plan written before: when they are the same they are not repeated.
     """
     same = previous_decodes == plan.decodes
-    position = _HEADER
-    for slot, _ in plan.begins:
-        record[position] = slot
-        position += 1
-    for slot, first, pages in plan.pages + plan.windows:
-        record[position : position + 3] = (slot, first, len(pages))
-        record[position + 3 : position + 3 + len(pages)] = pages
-        position += 3 + len(pages)
+    words = [slot for slot, _ in plan.begins]
+    for slot, first, pages in plan.pages + plan.windows if plan.windows else plan.pages:
+        words += (slot, first, len(pages))
+        words += pages
     for chunk in plan.chunks:
         wants = (_SAMPLES if chunk.sample else 0) | (_SCORES if chunk.targets else 0)
         items = chunk.items or _NO_ITEMS
-        counts = (len(chunk.tokens), len(chunk.read_rows), len(items.lengths))
-        record[position : position + _CHUNK_WORDS] = (chunk.slot, chunk.start, wants, items.query, items.done, *counts)
-        position += _CHUNK_WORDS
-        for words in (chunk.tokens, chunk.read_rows, items.lengths):
-            record[position : position + len(words)] = words
-            position += len(words)
+        words += (chunk.slot, chunk.start, wants, items.query, items.done)
+        words += (len(chunk.tokens), len(chunk.read_rows), len(items.lengths))
+        words += chunk.tokens
+        words += chunk.read_rows
+        words += items.lengths
     if not same:
-        record[position : position + len(plan.decodes)] = plan.decodes
-        position += len(plan.decodes)
-    for source, target in plan.restores + plan.saves:
-        record[position : position + 2] = (source, target)
-        position += 2
+        words += plan.decodes
+    for source, target in plan.restores + plan.saves if plan.restores or plan.saves else ():
+        words += (source, target)
     for replay in plan.replays:
-        words = [replay.slot, replay.start, replay.write_from, len(replay.before), *replay.before]
-        record[position : position + len(words)] = words
-        position += len(words)
+        words += (replay.slot, replay.start, replay.write_from, len(replay.before))
+        words += replay.before
+    if words:
+        record[_HEADER : _HEADER + len(words)] = words
     record[:_HEADER] = (
         plan.step,
         len(plan.begins),

@@ -158,8 +158,7 @@ class Scheduler:
             return None
         plan = StepPlan(self._step, [], [], [], [])
         launch = Launch(self._step)
-        for active in decoding:
-            self._writer.add_decode(active, plan, launch)
+        self._writer.add_decodes(decoding, plan, launch)
         rows = self.chunk_tokens
         for active in self._running:
             if active.launched < active.prefill_end and rows > 0:
@@ -178,7 +177,7 @@ class Scheduler:
         launch = self._launches.popleft()
         if launch.step != result.step:
             raise ValueError(f"result of step {result.step}, expected {launch.step}")
-        counts = result.counts
+        counts, bad_slots = result.counts, result.bad_slots
         sample = first = 0
         scores, labels = iter(result.prompt_logprobs or []), iter(result.label_logprobs or [])
         for active, filled, chunk in launch.chunks:
@@ -186,7 +185,7 @@ class Scheduler:
             end = first + (counts[sample] if counts and chunk.sample else 1)
             chunk_scores = next(scores) if chunk.targets else None
             label_logprobs = next(labels) if chunk.read_rows else None
-            if not active.ended and active.slot in result.bad_slots:
+            if active.slot in bad_slots and not active.ended:
                 self._fail(active)
             elif not active.ended:
                 self._take_chunk(active, filled, chunk_scores, label_logprobs)
@@ -201,11 +200,12 @@ class Scheduler:
             if row >= 0:
                 assert self._states is not None
                 self._states.settle(active, row, count)
-            if not active.ended and active.slot in result.bad_slots:
+            if bad_slots and active.slot in bad_slots and not active.ended:
                 self._fail(active)
             elif not active.ended:
                 self._take_sample(active, result, sample, first, end)
-                active.launched = min(active.filled + active.in_flight * active.width, active.end)
+                if active.width > 1:
+                    active.launched = min(active.filled + active.in_flight * active.width, active.end)
             first, sample = end, sample + 1
         self.stats.step += 1
         self.stats.guessed_tokens += result.guessed

@@ -17,21 +17,26 @@ class StepWriter:
         self._rules = rules
         self._states = states
 
-    def add_decode(self, active: ActiveRequest, plan: StepPlan, launch: Launch) -> None:
-        """Write a decode row, and rows for guesses where the request takes some."""
-        start = active.launched
-        end = start + 1
-        if active.width > 1:  # of guesses in flight, none may turn out right
-            end = min(start + active.width, active.end)
-            start = max(active.prefill_end, active.filled + active.in_flight)
-        self._send_pages(active, plan, start, end)
-        active.launched = end
-        active.launched_samples += 1
-        active.in_flight += 1
-        active.last_step = plan.step
-        launch.rows.append(-1 if self._states is None else self._states.for_decode(active, plan))
-        plan.decodes.append(active.slot)
-        launch.decodes.append(active)
+    def add_decodes(self, decoding: list[ActiveRequest], plan: StepPlan, launch: Launch) -> None:
+        """Write a decode row for each request, and rows for guesses where it takes some."""
+        states = self._states
+        launch.decodes = decoding
+        for active in decoding:
+            lease = active.lease
+            assert lease is not None
+            start = active.launched
+            end = start + 1
+            if active.width > 1:  # of guesses in flight, none may turn out right
+                end = min(start + active.width, active.end)
+                start = max(active.prefill_end, active.filled + active.in_flight)
+            if active.sent_pages < len(lease.pages) or lease.window is not None:
+                self._send_pages(active, plan, start, end)
+            active.launched = end
+            active.launched_samples += 1
+            active.in_flight += 1
+            active.last_step = plan.step
+            launch.rows.append(-1 if states is None else states.for_decode(active, plan))
+            plan.decodes.append(active.slot)
 
     def chunk_end(self, active: ActiveRequest, start: int, rows: int) -> int:
         """Where a prefill chunk from `start` of at most `rows` tokens ends; `start` when it must wait for more rows.
