@@ -195,20 +195,21 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   const int tokens = s.control.end[0] - s.control.begin[0];
   const bool patient = p.rows == 1 && tokens <= 2 * STRIPE;
   const int lead = tokens <= STRIPE ? UNITS : max(1, UNITS / 2);  // layers that the ring holds
+  const int end = runs(p, 2) ? end_layer(p) : 0;
   const u64 policy = read_once_policy();
   Cursor at[2];
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    at[j] = {warp + j * WARPS / 2, 0, 0, s.control.begin[0] + (warp + j * WARPS / 2) * 8, 0, 1};
+    at[j] = {warp + j * WARPS / 2, first_layer(p), 0, s.control.begin[0] + (warp + j * WARPS / 2) * 8, 0, 1};
     look_up(p, s, at[j], lane);
   }
   long long since = clock_now();
 #pragma unroll 1
-  while (at[0].layer < LAYERS || at[1].layer < LAYERS) {
+  while (at[0].layer < end || at[1].layer < end) {
     bool idle = true;
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      if (at[j].layer < LAYERS && !(PACED && patient && s.progress <= at[j].layer - lead) && barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase)) {
+      if (at[j].layer < end && !(PACED && patient && s.progress <= at[j].layer - lead) && barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase)) {
         copy_unit(p, s, units, at[j], lane, patient, policy);
         idle = false;
         since = clock_now();

@@ -6,8 +6,8 @@
 // used is filled again at once, so that copies run ahead of all dependencies.
 #include "attention.cuh"
 
-// Stage numbers for errors: 0 input of q, k, v; 2 attention; 3 sum of splits; 4 output projection; 5 gate and up;
-// 6 down; 7 logits; 8 a page of weights; 9 a unit of the cache; 10 room for one. Stamp numbers: see stamp().
+// Stage numbers: 0 q, k, v; 1 embedding; 2 attention; 3 sum of splits; 4 output projection; 5 gate and up;
+// 6 down; 7 logits; and for errors 8 a page of weights; 9 a unit of the cache; 10 room for one. Stamp numbers: see stamp().
 
 DEV int copies_of(int rows) { return rows <= MAX_ROWS / COPIES ? COPIES : 1; }
 // Empties this block's part of what the last step used of a layer: all of its rows, and what all blocks read of copies.
@@ -107,6 +107,7 @@ DEV void project_logits(Context& c) {
       const u32 token = (c.block * LM_TILES + tile0) * 8 + n;
       if (row >= c.rows || n >= tiles * 8 || token >= VOCAB) continue;
       float x = sum_partials(part, n / 8, row, n % 8) * inverse_rms(c, row);
+      x = __uint_as_float(planted(c.p, STEP_WORDS + (long)row * VOCAB + token, __float_as_uint(x)));
       c.p.logits[(long)row * VOCAB + token] = x;
       u64 key = rank_key(x, token);
       best[j] = key > best[j] ? key : best[j];
@@ -150,9 +151,10 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   const int last_rows = (int)load_exchange_word(p.state + 5);
   u32* now = p.exchange + parity * STEP_WORDS;
   u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
-  Context c = {p, s, now + (long)LAYERS * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, p.rows,
+  const int first = first_layer(p);
+  Context c = {p, s, now + (long)(first ? first - 1 : LAYERS) * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, p.rows,
                ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8,
-               p.weights + ((long)block * WARPS + warp) * PAGE, read_once_policy(), 0,
+               p.weights + (((long)first_page(p) * BLOCKS + block) * WARPS + warp) * PAGE, read_once_policy(), first_page(p),
                shared_address(memory + UNITS_OFFSET) + warp * UNITS * UNIT, p.zero, copies_of(p.rows),
                0, 0, 0, 0, false};
 
@@ -173,36 +175,39 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   float residual = 0.f;
   if (row < c.rows)
     residual = bf_low(((const unsigned short*)p.embedding)[(long)s.control.token[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
-  publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
+#if ALONE
+  if (alone(p) && p.only_stage != 1 && row < c.rows) residual = p.residual[row * HIDDEN + block * BLOCK_HIDDEN + n];
+#endif
+  if (runs(p, 1)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
   Ahead ahead = {0, 0};
-  load_head_norms(c, 0, ahead.norms);
+  load_head_norms(c, first % LAYERS, ahead.norms);
 #pragma unroll 1
-  for (int layer = 0; layer < LAYERS; layer++) {
+  for (int layer = first; layer < end_layer(p); layer++) {
     const u32* before = c.now;
     recompute(c);
     c.now = now + (long)layer * LAYER_WORDS;
     stamp(c, layer, 0);
-    project_qkv(c, layer, before);
+    if (runs(p, 0)) project_qkv(c, layer, before);
     stamp(c, layer, 2);
     recompute(c);
-    attention(c, layer, ahead);
+    if (runs(p, 2)) attention(c, layer, ahead);
     stamp(c, layer, 3);
     recompute(c);
-    combine(c);
+    if (runs(p, 3)) combine(c);
     stamp(c, layer, 4);
     recompute(c);
-    project_back<K_QDIM>(c, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
+    if (runs(p, 4)) project_back<K_QDIM>(c, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
     stamp(c, layer, 6);
     recompute(c);
-    gate_up(c, layer);
+    if (runs(p, 5)) gate_up(c, layer);
     stamp(c, layer, 7);
-    clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
+    if (!alone(p)) clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
     recompute(c);
-    project_back<K_INTER>(c, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
+    if (runs(p, 6)) project_back<K_INTER>(c, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
   }
-  clear_layer(c, other + (long)LAYERS * LAYER_WORDS, last_rows);
+  if (!alone(p)) clear_layer(c, other + (long)LAYERS * LAYER_WORDS, last_rows);
   stamp(c, LAYERS, 0);
-  project_logits(c);
+  if (runs(p, 7)) project_logits(c);
   stamp(c, LAYERS, 1);
   __threadfence();
   block_sync();
@@ -217,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   stamp_clocks(p, 2);
   const u32 stop = thread == 0 ? load_exchange_word(p.state + 1) : 0;
   if (thread < WARPS * RING_PAGES) barrier_init(shared_address(s.full + thread), 1);
-  if (thread == 0) s.progress = 0;
+  if (thread == 0) s.progress = alone(p) ? LAYERS : 0;
   if (thread < WARPS * UNITS) {
     barrier_init(shared_address(&s.unit_full[0][0] + thread), 32);
     barrier_init(shared_address(&s.unit_empty[0][0] + thread), 1);

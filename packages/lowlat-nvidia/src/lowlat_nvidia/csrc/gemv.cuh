@@ -131,7 +131,9 @@ DEV u32 gather_word(Context& c, const u32* at, int stage) {
   return v;
 }
 DEV void publish(Context& c, int row, int word, u32 value) {
-  store_exchange(c.now + row * ROW_WORDS + word, value == EMPTY ? 0x7fffffffu : value);
+  u32* at = c.now + row * ROW_WORDS + word;
+  value = planted(c.p, (at - c.p.exchange) % STEP_WORDS, value);
+  store_exchange(at, value == EMPTY ? 0x7fffffffu : value);
 }
 // For words that all blocks read.
 DEV void publish_to_all(Context& c, int row, int word, u32 value) {
@@ -149,7 +151,7 @@ DEV u32 after(Context& c, u32 seen, u32 address) { return address + min(seen, c.
 
 // Starts the copy of this warp's next page.
 DEV void fill_page(Context& c, u32 to, u32 full) {
-  if (c.pages == STREAM_PAGES) return;
+  if (c.pages == end_page(c.p)) return;
   if (c.lane == 0) {
     barrier_expect(full, PAGE);
     copy_bulk(to, c.weights, PAGE, full, c.policy);

@@ -62,4 +62,29 @@ struct Params {
   int table_stride, page_shift, rows, requests;
   u32 spin_limit, zero;       // zero is 0
   float eps, head_eps;
+#if ALONE
+  int only_stage, only_layer;   // -1: all of them
+  int first_page, end_page;     // of each warp's weights
+  u32 plant;                    // a word of the exchange, or STEP_WORDS and a logit's place, whose sign is turned
+  const float* residual;        // [rows, HIDDEN] before the stage
+#endif
 };
+// A build for tests (ALONE) can run one stage of one layer on what the host has put into the exchange. In all other
+// builds these are constants.
+#if ALONE
+DEV bool alone(const Params& p) { return p.only_stage >= 0; }
+DEV bool runs(const Params& p, int stage) { return !alone(p) || p.only_stage == stage; }
+DEV int first_layer(const Params& p) { return alone(p) ? p.only_layer : 0; }
+DEV int end_layer(const Params& p) { return alone(p) && p.only_layer < LAYERS ? p.only_layer + 1 : LAYERS; }
+DEV int first_page(const Params& p) { return p.first_page; }
+DEV int end_page(const Params& p) { return p.end_page; }
+DEV u32 planted(const Params& p, long place, u32 value) { return place == p.plant ? value ^ 0x80000000u : value; }
+#else
+DEV bool alone(const Params&) { return false; }
+DEV bool runs(const Params&, int) { return true; }
+DEV int first_layer(const Params&) { return 0; }
+DEV int end_layer(const Params&) { return LAYERS; }
+DEV int first_page(const Params&) { return 0; }
+DEV int end_page(const Params&) { return STREAM_PAGES; }
+DEV u32 planted(const Params&, long, u32 value) { return value; }
+#endif

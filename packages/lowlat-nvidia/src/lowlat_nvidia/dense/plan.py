@@ -139,7 +139,8 @@ class DensePlan:
     """A shape with the choices that tune it.
 
     `ring_limit` bytes of weights and `units` blocks of 8 cached tokens a warp are under way; what all blocks read is
-    published `copies` times when rows are few. `plain_copies` is for tools that watch every access.
+    published `copies` times when rows are few. `plain_copies` is for tools that watch every access, `alone` can
+    run stages one by one (`dense.alone`).
     """
 
     shape: DenseShape
@@ -151,6 +152,7 @@ class DensePlan:
     idle_ns: int = 200
     paced: bool = True
     plain_copies: bool = False
+    alone: bool = False
 
     @property
     def page_fragments(self) -> int:
@@ -238,5 +240,6 @@ class DensePlan:
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),
+            "ALONE": int(self.alone),
             "SHARED_BYTES": self.shared_bytes(),
         }
