@@ -85,6 +85,15 @@ def test_products_of_few_rows(outputs, width, activation, bias, dtype):
         close(product(x, weight, bias_O, early_start=early)[0], wide(x.double()), dtype)
 
 
+def test_decode_steps_begin_and_end():
+    from step_cases import check_begin, check_greedy
+
+    for slots, window in (([2], False), ([4, 0, 2, 6], True)):
+        check_begin(slots, window, "cuda")
+    for rows, vocabulary in ((1, 128256), (6, 151936), (16, 1000)):
+        check_greedy(rows, vocabulary, "cuda", early_start=True)
+
+
 def test_kernels_that_start_early_read_what_was_written_before():
     """A long chain in a graph, where each product needs the one before it, replayed often: always the same bits as one
     kernel after another."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import PagedCase, by_hand
+from step_cases import check_begin, check_greedy
 
 from lowlat.layers.device_reference import ReferenceOps
 from lowlat.layers.device_step import DeviceStep
@@ -84,6 +85,16 @@ def test_slots(slots):
         ops(slots_B, chosen, *state, 5)
         results.append(state)
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(("slots", "window"), [([2], False), ([4, 0, 2, 6], True)])
+def test_decodes_begin(slots, window):
+    check_begin(slots, window, "cpu")
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 131), (6, 2500)])
+def test_most_likely_tokens(rows, vocabulary):
+    check_greedy(rows, vocabulary, "cpu")
 
 
 @pytest.mark.parametrize("norms", [False, True])

@@ -64,7 +64,7 @@ def attend_arguments(
     types |= {"segments": "i32", "table_stride": "i32"}
     constants = {
         "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": group, "DIM": dim, "PAGE": 16, "SINKS": False,
-        "ITEMS": items,
+        "ITEMS": items, "SINGLE": most_rows == 1,
         "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
         "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": lanes == 32,
     }  # fmt: skip

@@ -48,7 +48,7 @@ def test_the_whole_engine_answers_as_on_a_cpu(monkeypatch, caplog, tmp_path):
     runners = []
     monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
     original = build.prepare
-    monkeypatch.setattr(build, "prepare", lambda runner, size: (runners.append(runner), original(runner, size)))
+    monkeypatch.setattr(build, "prepare", lambda runner, size: runners.append(runner) or original(runner, size))
     with Engine(EngineConfig(**settings)) as engine:
         assert [engine.generate(prompt, one).token_ids for one in sampling] == expected
         assert sum(count for _, _, count in engine.stats().low_latency_steps) >= 16, "steps are counted by who ran them"

@@ -72,6 +72,8 @@ class RankParts(msgspec.Struct):
     windows: WindowPages | None
     width: int
     rules: PrefillRules
+    chunk_tokens: int
+    """Most prompt tokens of a step: the configuration's, or fewer where those would hold up running requests."""
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, EngineFacts, Checkpoint]:
@@ -113,7 +115,7 @@ def make_scheduler(config: EngineConfig, parts: RankParts) -> Scheduler:
         ),
         parts.limits,
         eos_ids=frozenset(parts.facts.eos_ids),
-        chunk_tokens=config.chunk_tokens,
+        chunk_tokens=parts.chunk_tokens,
         seed=secrets.randbits(63) if config.seed is None else config.seed,
         width=parts.width,
         rules=parts.rules,
@@ -213,9 +215,10 @@ def build_rank(
         runner = device_runner(model, host, limits, width=width) or host
     progress(0, 0, "first step")
     _first_step(runner)
+    chunk_tokens = config.chunk_tokens
     if isinstance(runner, DeviceRunner):
         progress(0, 0, "capturing steps")
-        prepare(runner, config.chunk_tokens)
+        chunk_tokens = max(rules.last_chunk, prepare(runner, config.chunk_tokens))
     with _refusals():
         if isinstance(kv, KVPool):
             kernels.pool_made(kv)
@@ -242,7 +245,9 @@ def build_rank(
         item_tokens=_item_tokens(model, groups, sizes, max_context),
     )
     snapshots = Snapshots(config.max_batch, kept) if kept else None
-    return RankParts(runner, kernels, limits, facts, platform, threads, snapshots, sizes.windows(), width, rules)
+    return RankParts(
+        runner, kernels, limits, facts, platform, threads, snapshots, sizes.windows(), width, rules, chunk_tokens
+    )
 
 
 def _check_sessions(config: EngineConfig) -> None:

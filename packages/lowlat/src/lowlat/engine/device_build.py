@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
@@ -20,6 +21,12 @@ from lowlat.models.device_decoder import DeviceDecoder
 from lowlat_plugin import LowLatency
 
 log = logging.getLogger("lowlat.engine")
+
+# A step with a chunk may hold up running requests for so long, or for three decode steps.
+_LONGEST_STEP_S = 0.010
+_LEAST_CHUNK = 64
+# What a step with a chunk takes beside one whose tokens have nothing to look back at: 8,000 tokens of context or so.
+_ATTENTION = 1.3
 
 # Captured before the first request; other modes are when the first request with them comes.
 _USUAL = [SamplingMode(), SamplingMode(draws=True), SamplingMode(draws=True, filters=True)]
@@ -51,12 +58,23 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
     return DeviceRunner(device_model, host, limits, bodies)
 
 
-def prepare(runner: DeviceRunner, chunk_tokens: int) -> None:
-    """Capture the usual decode steps, and compile what chunks of up to `chunk_tokens` tokens need."""
+def prepare(runner: DeviceRunner, chunk_tokens: int) -> int:
+    """Capture the usual decode steps, and those with chunks of up to `chunk_tokens` tokens.
+
+    Returns the tokens of a chunk to plan with: fewer, where running requests would wait too long for a step.
+    """
+    started = time.monotonic()
     runner.prepare(_USUAL)
-    most = min(chunk_tokens, runner.max_pages * runner.kv.layout.page_size)
-    runner.warm_up_chunks([size for size in (1, 2, 16, most) if size <= most])
-    log.info("%d decode graphs", runner.bodies.captured)
+    rows = min(chunk_tokens, runner.max_pages * runner.kv.layout.page_size)
+    runner.prepare_chunks(rows)
+    log.info("%d graphs of steps captured in %.1f s", runner.bodies.captured, time.monotonic() - started)
+    if not runner.bodies.captured:
+        return chunk_tokens
+    longest = max(_LONGEST_STEP_S, 3 * runner.seconds(0))
+    while rows > _LEAST_CHUNK and runner.seconds(rows) * _ATTENTION > longest:
+        chunk_tokens = rows = max(_LEAST_CHUNK, rows // 2)
+    log.info("chunks of up to %d tokens", chunk_tokens)
+    return chunk_tokens
 
 
 def use_kernels(runner: DeviceRunner, low: LowLatency) -> None:

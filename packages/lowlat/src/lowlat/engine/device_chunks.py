@@ -1,8 +1,8 @@
 """Steps with prompt chunks on a device: the layers as one body over numbers that one copy brings.
 
 Rows of chunks come first, then decode rows, whose tokens the device has, then padding: the numbers of rows and segments
-are rounded up, so that few kinds of steps exist. A kind that comes a second time is captured, where the device has
-graphs; what differs inside a kind (lengths, pages, where items begin) is data.
+are rounded up, so that few kinds of steps exist. The usual kinds are captured at the start and others when they come a
+second time, where the device has graphs; what differs inside a kind (lengths, pages, where items begin) is data.
 
 Legend of shape suffixes: R rows, B segments of chunks, C segments of decodes (one row each), H hidden.
 """
@@ -20,7 +20,6 @@ from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import PrefillChunk, StepPlan
 from lowlat.engine.device_state import DeviceState, PageTable
 from lowlat.engine.graphs import StepBodies
-from lowlat.engine.runner import padded_rows
 from lowlat.layers.device_step import DeviceStep, ItemSegments, RowSegments
 from lowlat.models.device_decoder import DeviceDecoder
 
@@ -30,6 +29,19 @@ _SHORT_ROWS = 8
 """Attention has a smaller tile for segments of few rows, such as items that have a sequence each."""
 _MOST_KINDS = 128
 """Kinds that are captured; a graph keeps its outputs and some memory of the driver's."""
+
+
+def chunk_rows(count: int) -> int:
+    """Rows that so many rows of chunks are computed with: powers of two up to 64, then few sizes an octave."""
+    if count <= 64:
+        return max(_LEAST_ROWS, _power_of_two(count))
+    grain = max(64, _power_of_two(count) // 8)
+    return -(-count // grain) * grain
+
+
+def decode_rows(count: int, most: int) -> int:
+    """Decode rows beside chunks: none, a few, or as many as there may be."""
+    return 0 if not count else min(most, 8) if count <= 8 else most
 
 
 class ChunkKind(msgspec.Struct, frozen=True):
@@ -47,7 +59,7 @@ class ChunkRows:
     """The rows of a plan as numbers, in the order in which the body takes them apart."""
 
     def __init__(self, plan: StepPlan, lengths: list[int], padding_slot: int) -> None:
-        """`lengths`: tokens of every slot before the step."""
+        """`lengths`: tokens of every slot before the step. The padding slot is the one behind all others."""
         self._rows: list[tuple[Sequence[int] | np.ndarray, ...]] = []
         self._segments: list[tuple[int, int, int, int, int]] = []
         self._count = 0
@@ -58,7 +70,7 @@ class ChunkRows:
         before = [lengths[slot] for slot in plan.decodes]
         self._rows.append(([-1] * len(before), plan.decodes, before, before, [0] * len(before)))
         self._count += len(before)
-        self._decodes = np.zeros((4, _power_of_two(len(before)) if before else 0), dtype=np.int32)
+        self._decodes = np.zeros((4, decode_rows(len(before), padding_slot)), dtype=np.int32)
         self._decodes[:, : len(before)] = (
             plan.decodes, list(self.decode_rows), [1] * len(before), [length + 1 for length in before]
         )  # fmt: skip
@@ -87,7 +99,7 @@ class ChunkRows:
 
     def _pad(self, padding_slot: int) -> ChunkKind:
         """Round up, and add the segment of padding rows, which see nothing."""
-        rows = max(_LEAST_ROWS, padded_rows(self._count))
+        rows = chunk_rows(self.decode_rows.start) + self._decodes.shape[1]
         extra = rows - self._count
         longest_segment = max(count for _, _, count, _, _ in self._segments)
         if extra:
@@ -138,12 +150,33 @@ class ChunkBodies:
         self._packed[kind].copy_(source, non_blocking=True)
         return self._bodies.run(kind, body) if captured else body()
 
-    def prepare(self, rows: int, *, items: bool) -> None:
-        """Compile what chunks of so many rows need, on padding alone."""
-        kind = ChunkKind(max(_LEAST_ROWS, padded_rows(rows)), _LEAST_SEGMENTS, max(rows, _SHORT_ROWS), 0, items)
+    def prepare(self, rows: int) -> None:
+        """Capture steps with chunks of up to so many rows, with and without decode rows, and compile what those with
+        items need; on padding alone."""
+        sizes = sorted({chunk_rows(count) for count in range(1, rows + 1)})
+        for decodes in sorted({0, decode_rows(1, self._state.padding_slot)}):
+            for size in sizes:
+                self._prepare(self._plain(size, decodes))
+            self._prepare(ChunkKind(sizes[0] + decodes, _LEAST_SEGMENTS, _SHORT_ROWS, decodes, False))
+        for size in {sizes[0], sizes[-1]}:
+            for items in (False, True) if not self._bodies.captured else (True,):
+                kind = ChunkKind(size, _LEAST_SEGMENTS, size, 0, items)
+                self._packed[kind] = self._padding(kind)
+                self._layers(kind, 1)
+
+    def replay(self, rows: int) -> None:
+        """For measurements: a prepared step with a chunk of so many rows, on padding."""
+        kind = self._plain(chunk_rows(rows), 0)
+        self._packed[kind].copy_(self._padding(kind))
+        self._bodies.run(kind, lambda: self._layers(kind, 1))
+
+    @staticmethod
+    def _plain(rows: int, decodes: int) -> ChunkKind:
+        return ChunkKind(rows + decodes, _LEAST_SEGMENTS, rows + decodes, decodes, False)
+
+    def _prepare(self, kind: ChunkKind) -> None:
         self._packed[kind] = self._padding(kind)
-        self._layers(kind, 1)
-        del self._packed[kind]
+        self._bodies.prepare(kind, lambda: self._layers(kind, 1))
 
     def _padding(self, kind: ChunkKind) -> torch.Tensor:
         """The numbers of a step that is padding alone."""

@@ -13,6 +13,8 @@ Legend of shape suffixes: R rows, B padded requests, M samples.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, label_logprobs
 from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import LabelReads, PendingStep
 from lowlat.engine.device_sampler import Samples, SamplingMode, choose
-from lowlat.engine.device_state import DeviceState, PageTable, to_device
+from lowlat.engine.device_state import DeviceState, to_device
 from lowlat.engine.executor import ExecutorError, StepResult
 from lowlat.engine.graphs import Body, StepBodies
 from lowlat.engine.logit_rules import LogitRules
@@ -135,12 +137,32 @@ class DeviceRunner:
                 for mode in modes:
                     self._prepare(size, mode)
 
-    def warm_up_chunks(self, sizes: list[int]) -> None:
-        """Compute prompt chunks of these sizes on the padding page, so that no request waits for kernels to compile."""
+    def prepare_chunks(self, rows: int) -> None:
+        """Capture steps with prompt chunks of up to so many tokens."""
         with torch.inference_mode():
-            for size in sizes:
-                for items in (False, True):
-                    self._chunks.prepare(size, items=items)
+            self._chunks.prepare(rows)
+
+    def seconds(self, chunk_rows: int) -> float:
+        """What a prepared greedy step of one request takes, or where `chunk_rows` is not 0, one with such a chunk of no
+        length: all but its attention. The best of three."""
+        with torch.inference_mode():
+            best = math.inf
+            for _ in range(3):
+                self._synchronize()
+                started = time.perf_counter()
+                if chunk_rows:
+                    self._chunks.replay(chunk_rows)
+                else:
+                    self._slots_B[1].fill_(self._state.padding_slot)
+                    self._sent.pop(1, None)
+                    self.bodies.run((1, SamplingMode()), lambda: self._decode(1, SamplingMode(), 1))
+                self._synchronize()
+                best = min(best, time.perf_counter() - started)
+        return best
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def captured_step(self, slots: list[int]) -> tuple[Callable[[], object], Callable[[], object]]:
         """For measurements: replays the decode step of these slots, which advances them, and the same one by one.
@@ -255,27 +277,30 @@ class DeviceRunner:
         """The body: everything between the slots' states before and after. `longest` matters where it is not captured:
         the tokens that no request exceeds."""
         state, slots_B = self._state, self._slots_B[size]
-        real_B = slots_B != state.padding_slot
-        before_B = state.lengths_T[slots_B]
-        after_B = before_B + real_B
-        batch = RowSegments(
-            slots_B.int(),
-            torch.arange(size, dtype=torch.int32, device=self.device),
-            torch.ones(size, dtype=torch.int32, device=self.device),
-            after_B.int(),
-            most_rows=1,
-            longest=longest,
+        tables = [table for table in (state.table, state.window_table) if table is not None]
+        rows = self.model.ops.begin_decodes(
+            slots_B,
+            state.padding_slot,
+            state.tokens_T,
+            state.lengths_T,
+            [(table.pages_TP, table.page_size) for table in tables],
         )
-        step = self._step(state.tokens_T[slots_B], slots_B, before_B, batch)
-        logits_BV = self.model.forward(step, self.kv)
-        # Padding rows write the same zero length and no token, whatever the others do.
-        state.lengths_T.index_copy_(0, slots_B, after_B)
-        return self._choose(logits_BV, slots_B, after_B, mode)
+        segments = (rows.slots32_B, rows.first32_B, rows.rows32_B, rows.lengths32_B)
+        batch = RowSegments(*segments, most_rows=1, longest=longest)
+        steps = [
+            DeviceStep(rows.tokens_B, rows.before_B, places_B, [batch], table.pages_TP, table.page_size, None)
+            for places_B, table in zip(rows.places, tables, strict=True)
+        ]
+        steps[0].windowed = steps[1] if steps[1:] else None
+        logits_BV = self.model.forward(steps[0], self.kv)
+        return self._choose(logits_BV, slots_B, rows.after_B, mode)
 
     def _choose(
         self, logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, mode: SamplingMode
     ) -> Samples:
         state = self._state
+        if mode == SamplingMode():
+            return Samples(self.model.ops.greedy(logits_MV, slots_M, state.tokens_T))
         samples = choose(logits_MV, slots_M, positions_M, state, mode)
         # A broken row's token is -1; the step after it must not look that up.
         tokens_M = samples.tokens_M.clamp(min=0)
@@ -321,20 +346,6 @@ class DeviceRunner:
         return to_device(numbers, torch.int64, self.device)
 
     # --- both --------------------------------------------------------------------------------------------------------
-
-    def _step(
-        self, tokens_R: torch.Tensor, slots_R: torch.Tensor, positions_R: torch.Tensor, batch: RowSegments
-    ) -> DeviceStep:
-        """The step as layers see it, and as those with a window do."""
-
-        def seen(table: PageTable) -> DeviceStep:
-            places_R = table.places(slots_R, positions_R)
-            return DeviceStep(tokens_R, positions_R, places_R, [batch], table.pages_TP, table.page_size, None)
-
-        step = seen(self._state.table)
-        if self._state.window_table is not None:
-            step.windowed = seen(self._state.window_table)
-        return step
 
     def _mode(self, slots: list[int]) -> SamplingMode:
         settings = [self._sampling[slot] for slot in slots]

@@ -11,7 +11,7 @@ import torch
 
 from lowlat.layers.activation import GATED
 from lowlat.layers.attention import AttentionRule, masked_attention
-from lowlat.layers.device_step import DeviceStep, RowSegments
+from lowlat.layers.device_step import DecodeRows, DeviceStep, RowSegments
 from lowlat.layers.norm import rms_norm
 from lowlat.layers.rope import rotate
 from lowlat.platform.base import PackedLinear
@@ -118,6 +118,31 @@ class ReferenceOps:
         """Write them."""
         tokens_T.index_copy_(0, slots_B, chosen_B.clamp(min=0))
         lengths_T.index_copy_(0, slots_B, lengths_T[slots_B] + (slots_B != padding))
+
+    def begin_decodes(
+        self,
+        slots_B: torch.Tensor,
+        padding_slot: int,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        tables: list[tuple[torch.Tensor, int]],
+    ) -> DecodeRows:
+        """Rows of the slots."""
+        before_B = lengths_T[slots_B]
+        after_B = before_B + (slots_B != padding_slot)
+        # Padding rows write the same zero length, whatever the others do.
+        lengths_T.index_copy_(0, slots_B, after_B)
+        places = [table_TP[slots_B, before_B // size] * size + before_B % size for table_TP, size in tables]
+        first_B = torch.arange(len(slots_B), dtype=torch.int32, device=slots_B.device)
+        segments = (slots_B.int(), first_B, torch.ones_like(first_B), after_B.int())
+        return DecodeRows(tokens_T[slots_B], before_B, after_B, [place_B.long() for place_B in places], *segments)
+
+    def greedy(self, logits_MV: torch.Tensor, slots_M: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        """The largest logits."""
+        best_M, tokens_M = logits_MV.max(dim=-1)
+        tokens_M = torch.where(best_M.isfinite(), tokens_M, -1)
+        tokens_T.index_copy_(0, slots_M, tokens_M.clamp(min=0))
+        return tokens_M
 
 
 def _attend(

@@ -69,8 +69,27 @@ class DeviceStep(msgspec.Struct):
     """The same rows for layers with a window, whose keys lie in pages of their own; None: there are none such."""
 
 
+class DecodeRows(msgspec.Struct):
+    """One row for each of the slots that decode, and for padding."""
+
+    tokens_B: torch.Tensor
+    """int64: the slots' newest tokens, the rows' input."""
+    before_B: torch.Tensor
+    """int64: lengths before the step, which are the rows' positions."""
+    after_B: torch.Tensor
+    """int64: lengths after it; 0 for padding."""
+    places: list[torch.Tensor]
+    """int64: KV slots of the rows' own tokens, for each page table."""
+    slots32_B: torch.Tensor
+    """The fields of `RowSegments`, int32."""
+    first32_B: torch.Tensor
+    rows32_B: torch.Tensor
+    lengths32_B: torch.Tensor
+
+
 class DeviceOps(Protocol):
-    """The operations of a decoder layer: fused on a GPU, plain PyTorch elsewhere.
+    """The operations of a decoder layer, and what a decode step begins and ends with: fused on a GPU, plain PyTorch
+    elsewhere.
 
     None reads device data on the host, so all may be captured in a graph.
     """
@@ -148,3 +167,18 @@ class DeviceOps(Protocol):
     ) -> None:
         """Write chosen tokens (int64; 0 for -1, so that the next step may look it up) to their slots, whose lengths
         grow by one, but for the slot of padding."""
+
+    def begin_decodes(
+        self,
+        slots_B: torch.Tensor,
+        padding_slot: int,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        tables: list[tuple[torch.Tensor, int]],
+    ) -> DecodeRows:
+        """The rows of a decode step. Advances `lengths_T`, but not the padding slot's; `tables`: [T, P] pages and the
+        tokens of a page, of one pool or two."""
+
+    def greedy(self, logits_MV: torch.Tensor, slots_M: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        """The most likely tokens, int64, the first of equals; -1 where a row holds NaN, or its largest logit is no
+        finite number. `tokens_T` gets them at the slots, 0 for -1."""

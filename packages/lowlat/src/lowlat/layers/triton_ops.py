@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 
 from lowlat.layers.attention import AttentionRule
-from lowlat.layers.device_step import DeviceStep
+from lowlat.layers.device_step import DecodeRows, DeviceStep
 from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
 from lowlat.layers.triton.slots import put_tokens, take_slots
+from lowlat.layers.triton.step import begin_decodes, greedy
 from lowlat.platform.base import PackedLinear
 from lowlat.platform.cuda import CudaLinear
 
@@ -124,3 +125,18 @@ class TritonOps:
     ) -> None:
         """Write them."""
         put_tokens(slots_B, chosen_B, tokens_T, lengths_T, padding)
+
+    def begin_decodes(
+        self,
+        slots_B: torch.Tensor,
+        padding_slot: int,
+        tokens_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        tables: list[tuple[torch.Tensor, int]],
+    ) -> DecodeRows:
+        """Rows of the slots."""
+        return begin_decodes(slots_B, padding_slot, tokens_T, lengths_T, tables)
+
+    def greedy(self, logits_MV: torch.Tensor, slots_M: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        """The largest logits."""
+        return greedy(logits_MV, slots_M, tokens_T, early_start=self._early)

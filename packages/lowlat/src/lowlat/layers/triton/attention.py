@@ -58,25 +58,36 @@ def attend_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
     partial_ptr, sums_ptr, prefix_ptr, begins_ptr, segments, table_stride, scale, WINDOW: tl.constexpr,
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    SINKS: tl.constexpr, ITEMS: tl.constexpr,
+    SINKS: tl.constexpr, ITEMS: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes items `program_id`, `program_id` + programs, ...; `scale` includes log2(e).
 
-    `BLOCK_M` rows of scores are `BLOCK_Q` query rows times `GROUP` heads, and what fills the power of two.
+    `BLOCK_M` rows of scores are `BLOCK_Q` query rows times `GROUP` heads, and what fills the power of two. `SINGLE`:
+    segments have one row, and there is a program for each split that one might have.
     """
     if EARLY:
         let_next_start()
         wait_for_previous()
-    every = tl.arange(0, BLOCK_B)
-    real = every < segments
-    rows_B = tl.load(rows_ptr + every, mask=real, other=0)
-    length_B = tl.load(lengths_ptr + every, mask=real, other=0)
-    blocks_B, _begin_B, _chunk_B, splits_B = _splits(rows_B, length_B, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
-    items_B = blocks_B * splits_B
-    ends_B = tl.cumsum(items_B, axis=0)
-    total = tl.sum(items_B, axis=0) * KV_HEADS
+    if SINGLE:
+        segment = tl.program_id(0) // (KV_HEADS * MOST)
+        local = tl.program_id(0) // KV_HEADS % MOST
+        length = tl.load(lengths_ptr + segment)
+        first = tl.load(first_ptr + segment)
+        slot = tl.load(slots_ptr + segment).to(tl.int64)
+        rows = length * 0 + 1
+        _blocks, begin, chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
+        total = tl.program_id(0) + (local < splits).to(tl.int32)
+    else:
+        every = tl.arange(0, BLOCK_B)
+        real = every < segments
+        rows_B = tl.load(rows_ptr + every, mask=real, other=0)
+        length_B = tl.load(lengths_ptr + every, mask=real, other=0)
+        blocks_B, _begin_B, _chunk_B, splits_B = _splits(rows_B, length_B, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
+        items_B = blocks_B * splits_B
+        ends_B = tl.cumsum(items_B, axis=0)
+        total = tl.sum(items_B, axis=0) * KV_HEADS
 
     place_m = tl.arange(0, BLOCK_M)
     token_m = place_m // GROUP
@@ -86,14 +97,15 @@ def attend_kernel(
 
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         kv_head = item % KV_HEADS
-        work = item // KV_HEADS
-        segment = tl.sum((ends_B <= work).to(tl.int32), axis=0)
-        local = work - tl.sum(tl.where(ends_B <= work, items_B, 0), axis=0)
-        rows = tl.load(rows_ptr + segment)
-        length = tl.load(lengths_ptr + segment)
-        first = tl.load(first_ptr + segment)
-        slot = tl.load(slots_ptr + segment).to(tl.int64)
-        _blocks, begin, chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
+        if not SINGLE:
+            work = item // KV_HEADS
+            segment = tl.sum((ends_B <= work).to(tl.int32), axis=0)
+            local = work - tl.sum(tl.where(ends_B <= work, items_B, 0), axis=0)
+            rows = tl.load(rows_ptr + segment)
+            length = tl.load(lengths_ptr + segment)
+            first = tl.load(first_ptr + segment)
+            slot = tl.load(slots_ptr + segment).to(tl.int64)
+            _blocks, begin, chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
         block = local // splits
         split = local % splits
 
@@ -296,13 +308,14 @@ def attend(
     items = segments.items
     seen = where[:2] if items is None else (items.prefix_B, items.begins_R)
     block_b = max(16, triton.next_power_of_2(count))
-    attend_kernel[(min(programs, count * max(most, blocks) * kv_heads),)](
+    single = segments.most_rows == 1
+    most_items = count * max(most, blocks) * kv_heads
+    attend_kernel[(most_items if single else min(programs, most_items),)](
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
-        count, table_TP.stride(0), scale, **common, PAGE=page_size, ITEMS=items is not None,
+        count, table_TP.stride(0), scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
         BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if most > 1:
-        single = segments.most_rows == 1
         combine_kernel[(count if single else total, heads)](
             partial, sums, *where, sinks, out_RND, count, **common, BLOCK_S=triton.next_power_of_2(most),
             BLOCK_B=block_b, SINGLE=single, num_warps=4,
