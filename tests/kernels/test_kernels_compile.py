@@ -94,7 +94,7 @@ def test_attention_fits(dtype, group, dim, rows, items, target, tmp_path):
     types, constants, shape = attend_arguments(dtype, group, dim, rows, TARGETS[target].warp_size, items)
     kernel = compiled(attention.attend_kernel, target, types, constants, num_warps=shape.warps, num_stages=shape.stages)
     registers, spilled, shared = resources(kernel, target, tmp_path)
-    assert spilled <= (8 if items and dim > 128 else 0)
+    assert spilled <= (8 if (items and dim > 128) or (rows == 1 and target == "sm_100") else 0)
     if target != "gfx950":
         # A processor has 65,536 registers, and decode wants two programs on each.
         assert registers * 32 * shape.warps * (2 if rows == 1 else 1) <= 65536

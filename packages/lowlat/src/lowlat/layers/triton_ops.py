@@ -40,7 +40,7 @@ class TritonOps:
 
     def product(self, x_RI: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
         """One product: of few rows by a kernel of ours, otherwise by PyTorch's."""
-        if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(x_RI.shape[1]):
+        if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(x_RI.shape[1], norm=False):
             result = product(x_RI, linear.weight_OI, linear.bias_O, early_start=self._early)
             if result is not None:
                 return result[0]
@@ -57,7 +57,7 @@ class TritonOps:
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In one kernel for few rows."""
-        if isinstance(linear, CudaLinear) and len(residual_RH) <= most_rows(residual_RH.shape[1]):
+        if isinstance(linear, CudaLinear) and len(residual_RH) <= most_rows(residual_RH.shape[1], norm=True):
             first, stream = (residual_RH, None) if x_RH is None else (x_RH, residual_RH)
             result = product(
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
@@ -68,7 +68,7 @@ class TritonOps:
         normed_RH = (
             self.norm(residual_RH, weight_H, eps) if x_RH is None else self.add_norm(x_RH, residual_RH, weight_H, eps)
         )
-        out_RO = linear(normed_RH)
+        out_RO = self.product(normed_RH, linear)
         out_RO = out_RO if activation is None else gated(out_RO, activation)
         return out_RO if out_dtype is None else out_RO.to(out_dtype), residual_RH
 

@@ -23,9 +23,10 @@ let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previou
 _TILES = {1024: (4, 1), 2048: (4, 2), 4096: (2, 4), 8192: (2, 4), 16384: (1, 4), 32768: (1, 8)}
 
 
-def most_rows(width: int) -> int:
-    """Rows up to which these kernels are faster than products on tensor cores (measured on an H200)."""
-    return 4 if width < 4096 else 2 if width <= 8192 else 1
+def most_rows(width: int, *, norm: bool) -> int:
+    """Rows up to which these kernels are faster than products on tensor cores, and with a `norm` than that and a norm of
+    its own (measured on an H200)."""
+    return 1 if norm or width > 8192 else 4 if width < 4096 else 2
 
 
 @triton.jit
