@@ -24,8 +24,8 @@ _TILES = {1024: (4, 1), 2048: (4, 2), 4096: (2, 4), 8192: (2, 4), 16384: (1, 4),
 
 
 def most_rows(width: int, *, norm: bool) -> int:
-    """Rows up to which these kernels are faster than products on tensor cores, and with a `norm` than that and a norm of
-    its own (measured on an H200)."""
+    """Rows up to which these kernels are faster than products on tensor cores; with a `norm`, than a norm by itself and
+    one of the two (measured on an H200)."""
     return 1 if norm or width > 8192 else 4 if width < 4096 else 2
 
 
