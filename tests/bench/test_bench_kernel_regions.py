@@ -166,7 +166,7 @@ def test_the_parts_of_a_device_step_are_marked_and_left_as_they_were(monkeypatch
         inside = {"attention": 2, "rotation and cache write": 2, "qkv": 2, "attention output": 2, "mlp": 2}
         expected = {("layer", 1): 2, ("head", 1): 1, ("sample", 1): 1, ("other", 0): 1}
         expected |= {(name, 2): count for name, count in inside.items()}
-        expected |= {(name, 3): 2 for name in ("gate and up", "down")}
+        expected |= {("gate and up", 3): 2, ("activation", 4): 2, ("down", 3): 2}
         assert counts == expected
         recorder.begin_step()
         body()

@@ -267,7 +267,7 @@ def test_the_general_arm_runs_ahead_where_state_lives_on_the_device(monkeypatch)
 
 
 def unread(runner):
-    return sum(not step.known for step in runner._in_flight)
+    return sum(not flight.pending.known for flight in runner._in_flight)
 
 
 @pytest.mark.parametrize("arm", ["lowlat-nothing", "plugin:nothing"])

@@ -11,10 +11,11 @@ import torch
 from lowlat.bench import regions
 from lowlat.bench.arms.base import StepCase
 from lowlat.bench.ceiling import measure_ceiling
-from lowlat.bench.presets import PRESETS
+from lowlat.bench.presets import PRESETS, DenseShape
 from lowlat.bench.region_arms import build_region_arm
 from lowlat.bench.results import problems
 from lowlat.bench.step import StepOptions, run_step
+from lowlat_plugin import discover
 
 pytestmark = pytest.mark.gpu
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -53,8 +54,10 @@ def test_regions_of_a_captured_step(name, shape):
     counts = {region: len(spans) / 65 for region, spans in times.instances().items()}
     expected = {"layer": 2, "attention": 2, "mlp": 2, "head": 1, "other": 1}
     if name == "general":
-        expected |= {"norm": 5, "qkv": 2, "rotation and cache write": 2, "attention output": 2, "sample": 1}
-        expected |= {"gate and up": 2, "activation": 2, "down": 2}
+        expected |= {"qkv": 2, "rotation and cache write": 2, "attention output": 2, "sample": 1}
+        expected |= {"gate and up": 2, "down": 2}
+        for fused in ("norm", "activation"):  # regions of their own where no kernel joins them with a product
+            counts.pop(fused, None)
     assert counts == expected
     for spans in times.steps:
         step = spans[-1]
@@ -100,3 +103,26 @@ def test_parts_inside_the_dense_launch():
         assert length == pytest.approx(layer.end_us - layer.start_us)
     step.function.close()
     twin.function.close()
+
+
+SMALL = DenseShape(
+    name="small", layers=3, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=4001,
+    qk_norm=True, tied=True, architecture="Qwen3ForCausalLM", max_context=2048, eps=1e-6,
+)  # fmt: skip
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_regions_of_a_kernel_library_with_its_own_parts():
+    if not any(candidate.distribution == "lowlat-nvidia" for candidate in discover().candidates):
+        pytest.skip("lowlat-nvidia is not installed")
+    case = StepCase(shape=SMALL, requests=2, context=300, dtype="bfloat16", device="cuda")
+    arm = build_region_arm("lowlat-nvidia", case)
+    times = regions.measure_regions("lowlat-nvidia", arm, 65)
+    arm.close()
+    counts = {region: len(spans) / 65 for region, spans in times.instances().items()}
+    layer = {"qkv": 3, "attention": 3, "combine": 3, "attention output": 3, "gate and up": 3, "down": 3}
+    assert layer.items() <= counts.items()
+    assert (counts["kernels"], counts["layer"], counts["head"], counts["exchange"]) == (1, 3, 1, 15)
+    for spans in times.steps:
+        assert sum(span.own_us for span in spans) == pytest.approx(spans[-1].end_us)
+    assert arm.details["parts_over_region"] > 0

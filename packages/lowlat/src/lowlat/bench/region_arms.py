@@ -19,6 +19,7 @@ MLP_PARTS = {"gate_up": "gate and up", "down": "down"}
 """Projections of a layer of lowlat's decoders and of its MLP, and what their regions are called."""
 OPERATIONS = {
     "attend": "attention", "rope_write": "rotation and cache write", "norm": "norm", "add_norm": "norm",
+    "gate": "activation", "take_slots": "states", "put_tokens": "states",
 }  # fmt: skip
 """What lies between the projections where state is on the device."""
 
@@ -111,9 +112,10 @@ class ClockedRunnerArm:
             return
         for layer in model.layers:
             wrap(layer, "forward", "layer")
-        _wrap_projections(self._recorder, model)
-        for layer in model.layers:
+            for owner, attribute, name in _projections(layer):
+                wrap(owner, attribute, name)
             wrap(layer, "mlp", "mlp")
+        wrap(model, "head", "head")
         if hasattr(family, "paged_attention"):
             wrap(family, "paged_attention", "attention")
 
@@ -146,14 +148,14 @@ class ClockedRunnerArm:
         self._arm.close()
 
 
-def _wrap_projections(marks: Marks, decoder: Any) -> None:
-    """Mark the products of every layer, and the head."""
-    for layer in decoder.layers:
-        for owner, parts in ((layer, LAYER_PARTS), (layer.mlp, MLP_PARTS)):
-            for attribute, name in parts.items():
-                if hasattr(owner, attribute):
-                    marks.wrap(owner, attribute, name)
-    marks.wrap(decoder, "head", "head")
+def _projections(layer: Any) -> list[tuple[Any, str, str]]:
+    """Owner, attribute and region of a layer's products."""
+    return [
+        (owner, attribute, name)
+        for owner, parts in ((layer, LAYER_PARTS), (layer.mlp, MLP_PARTS))
+        for attribute, name in parts.items()
+        if hasattr(owner, attribute)
+    ]
 
 
 def mark_device_step(marks: Marks, runner: Any) -> None:
@@ -168,8 +170,7 @@ def mark_device_step(marks: Marks, runner: Any) -> None:
         marks.wrap(model.ops, attribute, name)
     names = {id(decoder.head): "head"}
     for layer in decoder.layers:
-        for owner, parts in ((layer, LAYER_PARTS), (layer.mlp, MLP_PARTS)):
-            names |= {id(getattr(owner, part)): name for part, name in parts.items() if hasattr(owner, part)}
+        names |= {id(getattr(owner, attribute)): name for owner, attribute, name in _projections(layer)}
     marks.wrap(model.ops, "product", lambda x_RI, linear: names[id(linear)])
     marks.wrap(model.ops, "add_norm_product", lambda x, residual, norm, eps, linear, *_, **__: names[id(linear)])
 
@@ -202,9 +203,9 @@ class GraphArm:
         self.note = note
         self._replay, self._rewind, self.close = replay, rewind, close
         self._kernel_regions = kernel_regions
+        rewind()  # before there are marks: it may capture graphs, and marks wait for the device
         marks = kernel_regions.ProfilerMarks()
         mark(marks)
-        rewind()
         try:
             with torch.inference_mode():
                 self._layout = kernel_regions.layout_of(body, marks)
