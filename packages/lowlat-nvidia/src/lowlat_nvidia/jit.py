@@ -129,6 +129,28 @@ class Function:
         )
         _check(self._driver, error, "cuLaunchCooperativeKernel")
 
+    def launch_early(
+        self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
+    ) -> None:
+        """One launch that may start before the kernel before it has ended (programmatic dependent launch).
+
+        The kernel waits for what it needs with `griddepcontrol.wait`. Without `dependent` it starts as usual.
+        Capturable in graphs.
+        """
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = self._shared, stream
+        if dependent:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        (error,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
+        _check(driver, error, "cuLaunchKernelEx")
+
     def attributes(self) -> dict[str, int]:
         """Registers a thread, bytes of local memory a thread."""
         kinds = self._driver.CUfunction_attribute

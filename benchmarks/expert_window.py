@@ -1,0 +1,184 @@
+"""Routed experts of DeepSeek-V4.1 (TP 4: 576 columns a GPU), the overlapped launches beside their plain twin, one run.
+
+    python benchmarks/expert_window.py
+
+takes about 40 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
+whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
+PyTorch's top-k, sort and counts between them. `products` are first and second products alone, for the read ceiling.
+Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of four
+windows, divided by four.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lowlat.bench.arms.torch_step import time_cuda
+from lowlat.bench.ceiling import measure_ceiling
+from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.stats import alternate
+from lowlat_nvidia.deepseek_v4 import experts_reference as reference
+from lowlat_nvidia.deepseek_v4.experts import RoutedExperts
+from lowlat_nvidia.deepseek_v4.experts_plan import MAX_ROWS, ExpertsPlan
+
+SETS = 4
+
+
+class Twin:
+    """A mixture's kernels, with choice and placement by PyTorch between them."""
+
+    def __init__(self, mixture: RoutedExperts, x_RH: torch.Tensor) -> None:
+        self.mixture, self.x_RH = mixture, x_RH
+        plan = mixture.plan
+        self.listed = torch.zeros(1 + MAX_ROWS * plan.top, dtype=torch.int32, device=x_RH.device)
+        self.parameters = mixture.parameters(x_RH, self.listed)
+
+    def place(self) -> None:
+        """Top-k, weights, sort by expert, distinct experts in ascending order."""
+        mixture, rows, plan = self.mixture, len(self.x_RH), self.mixture.plan
+        scores = F.softplus(mixture.logits_RE[:rows]).sqrt()
+        chosen = (scores + mixture.bias).topk(plan.top, -1).indices
+        shares = scores.gather(-1, chosen)
+        mixture.weights_RT[:rows] = shares / (shares.sum(-1, keepdim=True) + 1e-20) * plan.scaling
+        mixture.chosen_RT[:rows] = chosen
+        ordered = chosen.flatten().sort().values
+        new = torch.ones_like(ordered)
+        new[1:] = ordered[1:] != ordered[:-1]
+        self.listed[1:].scatter_(0, new.cumsum(0) - 1, ordered.int())
+        self.listed[0] = new.sum()
+
+    def window(self) -> None:
+        """Router to the end of the first products."""
+        stream = torch.cuda.current_stream().cuda_stream
+        self.mixture.route(self.parameters, stream)
+        self.place()
+        self.mixture.first_products(self.parameters, stream, early=False)
+
+    def run(self) -> None:
+        """The whole mixture."""
+        self.window()
+        stream = torch.cuda.current_stream().cuda_stream
+        self.mixture.second_products(self.parameters, stream, early=False)
+        self.mixture.weighted_sum(self.parameters, stream, early=False)
+
+    def products(self, early: bool) -> None:
+        """Both products alone, experts as chosen before."""
+        stream = torch.cuda.current_stream().cuda_stream
+        self.mixture.first_products(self.parameters, stream, early=False)
+        self.mixture.second_products(self.parameters, stream, early=early)
+
+
+def early_window(mixture: RoutedExperts, x_RH: torch.Tensor) -> None:
+    """Router to the end of the first products, overlapped."""
+    parameters, stream = mixture.parameters(x_RH), torch.cuda.current_stream().cuda_stream
+    mixture.route(parameters, stream)
+    mixture.first_products(parameters, stream)
+
+
+def captured(runs: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """One graph of all runs."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    return graph
+
+
+def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling: float) -> list[Row]:
+    """Rows of one number of rows."""
+    inputs = [torch.randn(rows, plan.hidden, device="cuda").bfloat16() for _ in sets]
+    twins = [Twin(mixture, x) for (mixture, _), x in zip(sets, inputs, strict=True)]
+    pairs = [(mixture, x) for (mixture, _), x in zip(sets, inputs, strict=True)]
+    for twin, (mixture, weights), x in zip(twins, sets, inputs, strict=True):
+        expected = reference.routed(
+            x,
+            weights,
+            *reference.choose((x.float() @ mixture.gate.float().T), mixture.bias, plan.top, plan.scaling),
+            10,
+        )
+        for run in (twin.run, lambda mixture=mixture, x=x: mixture.run(x)):
+            mixture.out_RH.fill_(float("nan"))
+            run()
+            distance = ((mixture.out_RH[:rows] - expected).norm() / expected.norm()).item()
+            assert distance < 1e-2, f"an arm is {distance} from the reference"
+        mixture.check()
+    distinct = sum(int(twin.listed[0]) for twin in twins) / len(twins)
+    first, second = distinct * plan.first_bytes, distinct * plan.second_bytes
+    gate = plan.experts * plan.hidden * 2
+    windows: dict[str, tuple[float, dict[str, list[Callable[[], object]]]]] = {
+        "window": (
+            first + gate,
+            {
+                "lowlat-nvidia": [lambda m=m, x=x: early_window(m, x) for m, x in pairs],
+                "torch-eager-graph": [twin.window for twin in twins],
+            },
+        ),
+        "mixture": (
+            first + second + gate,
+            {
+                "lowlat-nvidia": [lambda m=m, x=x: m.run(x) for m, x in pairs],
+                "torch-eager-graph": [twin.run for twin in twins],
+            },
+        ),
+        "products": (first + second, {"lowlat-nvidia": [lambda t=t: t.products(True) for t in twins]}),
+    }
+    found = []
+    for name, (size, arms) in windows.items():
+        graphs = {arm: captured(runs) for arm, runs in arms.items()}
+        measured = alternate(
+            {arm: (lambda g=graph: [t / SETS for t in time_cuda(g.replay, 20)]) for arm, graph in graphs.items()},
+            rounds,
+        )
+        for arm in measured.rounds:
+            row = row_from_samples(
+                measured.samples(arm), workload=f"experts-{name}", arm=arm, metric="step_us", rows=rows, dtype="fp4",
+                tp=4, bytes=int(size), read_ceiling_tb_s=ceiling, details={"distinct_experts": distinct},
+                note=f"one GPU's part of TP 4; {SETS} weight sets in turn",
+            )  # fmt: skip
+            found.append(row)
+            print(
+                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:18} {row.median:7.1f}"
+                f" [{row.low:.1f}, {row.high:.1f}] us, {row.ceiling_fraction:.2f} of the ceiling",
+                flush=True,
+            )
+        for arm, error in measured.errors.items():
+            print(f"   {arm} broke and is left out: {error}", flush=True)
+    for mixture, _ in sets:
+        mixture.check()
+    return found
+
+
+def main() -> Path:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="6,1,8")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
+    got = parser.parse_args()
+    ceiling = measure_ceiling("cuda")
+    plan = ExpertsPlan()
+    sets = []
+    for _ in range(SETS):
+        weights = reference.random_experts(plan.experts, plan.hidden, plan.inner, "cuda")
+        gate = (torch.randn(plan.experts, plan.hidden, device="cuda") / plan.hidden**0.5).bfloat16()
+        sets.append((RoutedExperts(plan, gate, torch.randn(plan.experts, device="cuda") * 0.1, weights), weights))
+    print(f"read ceiling {ceiling.tb_s} TB/s", flush=True)
+    result = new_result("expert-window", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=1)
+    for rows in (int(text) for text in got.rows.split(",")):
+        result.rows += measure(plan, sets, rows, got.rounds, ceiling.tb_s)
+    path = save(result, got.results or default_directory())
+    print(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()

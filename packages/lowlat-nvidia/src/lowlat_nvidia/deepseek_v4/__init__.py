@@ -1,0 +1,1 @@
+"""Kernels of DeepSeek-V4.1."""

@@ -1,0 +1,163 @@
+"""Routed experts for at most 8 rows: router, choice, FP4 products, weighted sum, in four launches that overlap.
+
+Suffixes: R rows, H hidden, I inner, E experts, T experts a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, THREADS, WARPS, ExpertsPlan
+from lowlat_nvidia.deepseek_v4.experts_reference import ExpertWeights
+from lowlat_nvidia.jit import Function, compile_cubin
+
+DEFAULT_SPIN_LIMIT = 4_000_000
+QUANTISING_BLOCKS = 36
+_STAGES = {1: "gate and up", 2: "down"}
+
+
+class ExpertsDeadlineError(RuntimeError):
+    """A copy of weights did not arrive in time. Results are void."""
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "hidden", "gate", "bias", "first", "second", "logits", "quantised", "scales", "inner", "parts",
+                "chosen", "weights", "out", "listed", "error",
+            )
+        ),
+        ("rows", ctypes.c_int),
+        ("scaling", ctypes.c_float),
+        ("spin_limit", ctypes.c_uint),
+    )  # fmt: skip
+
+
+def _codes(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _pack(codes: Tensor, scales: Tensor, warps: int, pairs: int, chunk: int) -> Tensor:
+    """[tiles, 2 halves, 8, inputs] codes and [..., inputs / 32] scales to the bytes in the order that lanes read.
+
+    For each tile, warp and chunk of `chunk` pairs: 512 bytes a pair, lane (g, q) having of both groups 4 bytes of row g
+    and 4 of row g + 8, low halves for inputs 8 q + j and high ones for 8 q + 4 + j; then 32 bytes of scales a pair.
+    """
+    tiles = codes.shape[0]
+    parts = codes.view(tiles, 2, 8, warps, pairs, 2, 4, 2, 4)
+    data = parts[..., 0, :] | (parts[..., 1, :] << 4)  # tile, half, g, warp, pair, group, q, j
+    data = data.permute(0, 3, 4, 2, 6, 5, 1, 7).reshape(tiles, warps, pairs // chunk, chunk * 512)
+    factors = scales.view(tiles, 2, 8, warps, pairs, 2).permute(0, 3, 4, 2, 5, 1)
+    factors = factors.reshape(tiles, warps, pairs // chunk, chunk * 32)
+    return torch.cat((data, factors), -1).flatten()
+
+
+def pack_first(plan: ExpertsPlan, weights: ExpertWeights, number: int) -> Tensor:
+    """Gate and up of one expert: tiles of 8 gates and the 8 ups that belong to them."""
+    both = torch.stack((_codes(weights.w1[number]), _codes(weights.w3[number])))
+    scales = torch.stack((weights.w1_scale[number], weights.w3_scale[number]))
+    tiled = both.view(2, plan.inner // 8, 8, plan.hidden).transpose(0, 1).contiguous()
+    tiled_scales = scales.view(2, plan.inner // 8, 8, plan.hidden // GROUP).transpose(0, 1).contiguous()
+    return _pack(tiled, tiled_scales, WARPS, plan.first_pairs, plan.definitions()["FIRST_CHUNK"])
+
+
+def pack_second(plan: ExpertsPlan, weights: ExpertWeights, number: int) -> Tensor:
+    """Down of one expert."""
+    tiled = _codes(weights.w2[number]).view(plan.hidden // 16, 2, 8, plan.inner)
+    scales = weights.w2_scale[number].view(plan.hidden // 16, 2, 8, plan.inner // GROUP)
+    return _pack(tiled, scales, 1, plan.second_pairs, plan.definitions()["SECOND_CHUNK"])
+
+
+class RoutedExperts:
+    """A mixture packed for one GPU."""
+
+    def __init__(self, plan: ExpertsPlan, gate_EH: Tensor, bias_E: Tensor, weights: ExpertWeights) -> None:
+        """`gate_EH` bfloat16, `bias_E` float32; `weights` may be given back afterwards."""
+        self.plan = plan
+        device = gate_EH.device
+        cubin, self.log = compile_cubin("experts.cu", plan.definitions())
+        first, second = plan.shared_bytes()
+        self._router = Function(cubin, "expert_router", 0)
+        self._first = Function(cubin, "experts_first", first)
+        self._second = Function(cubin, "experts_second", second)
+        self._sum = Function(cubin, "experts_sum", 0)
+        self.gate, self.bias = gate_EH.bfloat16().contiguous(), bias_E.float().contiguous()
+        self.first = torch.empty(plan.experts, plan.first_bytes, dtype=torch.uint8, device=device)
+        self.second = torch.empty(plan.experts, plan.second_bytes, dtype=torch.uint8, device=device)
+        for number in range(plan.experts):
+            self.first[number] = pack_first(plan, weights, number)
+            self.second[number] = pack_second(plan, weights, number)
+
+        def floats(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float32, device=device)
+
+        self.logits_RE = floats(MAX_ROWS, plan.experts)
+        self.quantised = torch.zeros(MAX_ROWS, plan.hidden, dtype=torch.uint8, device=device)
+        self.scales = floats(plan.hidden // GROUP, MAX_ROWS)
+        self.inner = floats(MAX_ROWS * plan.top, MAX_ROWS, plan.inner)
+        self.parts = floats(MAX_ROWS, plan.top, plan.hidden)
+        self.chosen_RT = torch.zeros(MAX_ROWS, plan.top, dtype=torch.int32, device=device)
+        self.weights_RT = floats(MAX_ROWS, plan.top)
+        self.out_RH = floats(MAX_ROWS, plan.hidden)
+        self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        self.spin_limit = DEFAULT_SPIN_LIMIT
+
+    def parameters(self, x_RH: Tensor, listed: Tensor | None = None) -> _Params:
+        """Arguments of the kernels for rows `x_RH` bfloat16.
+
+        `listed` int32 [1 + 8 T], where somebody else chose: how many experts, and which; `chosen_RT` and `weights_RT`
+        are then read.
+        """
+        rows = len(x_RH)
+        if not 1 <= rows <= MAX_ROWS or x_RH.shape[1] != self.plan.hidden or x_RH.dtype != torch.bfloat16:
+            raise ValueError(
+                f"rows {tuple(x_RH.shape)} {x_RH.dtype}; at most {MAX_ROWS} of {self.plan.hidden} bfloat16"
+            )
+        tensors = (
+            x_RH, self.gate, self.bias, self.first, self.second, self.logits_RE, self.quantised, self.scales,
+            self.inner, self.parts, self.chosen_RT, self.weights_RT, self.out_RH,
+        )  # fmt: skip
+        return _Params(
+            *(tensor.data_ptr() for tensor in tensors), None if listed is None else listed.data_ptr(),
+            self.error.data_ptr(), rows, self.plan.scaling, self.spin_limit,
+        )  # fmt: skip
+
+    def route(self, parameters: _Params, stream: int) -> None:
+        """Router logits, and the rows as FP8."""
+        blocks = self.plan.experts // 4 + QUANTISING_BLOCKS
+        self._router.launch_early(blocks, self.plan.hidden // 16, parameters, stream, dependent=False)
+
+    def first_products(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
+        """Choice, and gate and up of all touched experts."""
+        self._first.launch_early(self.plan.blocks, THREADS, parameters, stream, dependent=early)
+
+    def second_products(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
+        """Down of all touched experts."""
+        self._second.launch_early(self.plan.blocks, THREADS, parameters, stream, dependent=early)
+
+    def weighted_sum(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
+        """Sum over a row's experts in the order of their choice."""
+        blocks = -(-parameters.rows * self.plan.hidden // 4 // THREADS)
+        self._sum.launch_early(blocks, THREADS, parameters, stream, dependent=early)
+
+    def run(self, x_RH: Tensor, stream: int | None = None) -> Tensor:
+        """The routed experts' sum [R, H] float32, a view that the next run overwrites. Capturable in graphs."""
+        stream = stream or torch.cuda.current_stream().cuda_stream
+        parameters = self.parameters(x_RH)
+        self.route(parameters, stream)
+        self.first_products(parameters, stream)
+        self.second_products(parameters, stream)
+        self.weighted_sum(parameters, stream)
+        return self.out_RH[: len(x_RH)]
+
+    def check(self) -> None:
+        """Waits. Raises ExpertsDeadlineError where a copy never came."""
+        code = int(self.error[0])
+        if code:
+            self.error.zero_()
+            raise ExpertsDeadlineError(f"a copy of weights did not arrive during '{_STAGES[code]}'")
