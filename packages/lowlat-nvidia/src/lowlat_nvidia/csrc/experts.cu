@@ -72,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const
 
 struct FirstShared {
   Choice choice;
-  float parts[2][WARPS][16 * MAX_ROWS];
-  float scales[WARPS][FIRST_PAIRS * 2][MAX_ROWS];
+  alignas(16) float parts[2][WARPS][16 * MAX_ROWS];
+  alignas(16) float scales[WARPS][FIRST_PAIRS * 2][MAX_ROWS];
   u64 barriers[WARPS][FIRST_DEPTH];
 };
 DEV void init_barriers(u64* barriers, int count) {
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_first(const Par
 
 struct SecondShared {
   Choice choice;
-  float scales[WARPS][SECOND_PAIRS * 2][MAX_ROWS];
+  alignas(16) float scales[WARPS][SECOND_PAIRS * 2][MAX_ROWS];
   u64 barriers[WARPS][SECOND_DEPTH];
 };
 // The first products' activations of one expert as FP8: of row g, and the scales of all rows by way of shared memory.
