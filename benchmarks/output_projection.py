@@ -1,0 +1,159 @@
+"""The output projection that publishes its tiles beside GEMM, one-shot all-reduce and fused rebuild, in one run.
+
+    python benchmarks/output_projection.py --ranks 4
+
+starts one process a GPU. Arms: `lowlat-nvidia`, two overlapped launches; `general`, the same GEMM core, all-reduce
+(push and take) and rebuild as kernels one after the other; `torch-eager-graph`, the same GEMM core, NCCL, and the same rebuild.
+Weights are random; four sets take turns. A sample is the slowest rank's time of one graph of four steps, divided by four.
+All arms are compared with a float32 reference first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/nvidia"))
+from output_kit import make_residual, make_weights
+
+from lowlat.bench.results import Simulated, default_directory, new_result, row_from_samples, save
+from lowlat_nvidia.comm.output_projection import STREAMS, THREADS, OutputPlan, OutputProjection, reference
+from lowlat_nvidia.comm.peers import PeerBuffer
+
+SETS, STEPS = 4, 30
+
+
+def exchange(blob: bytes) -> list[bytes]:
+    """Every rank's bytes."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, blob)
+    return found
+
+
+def nccl_step(one: OutputProjection, z: torch.Tensor, residual: Any) -> None:
+    """GEMM, NCCL, rebuild."""
+    stream, plan, rows = torch.cuda.current_stream().cuda_stream, one.plan, len(z)
+    projection = one.parameters(z, residual, 2, partial=one.partial_RH)
+    one._project.launch_early(plan.blocks, THREADS, projection, stream, dependent=False)
+    one.sum_RH.copy_(one.partial_RH)
+    half = one.sum_RH[:rows].bfloat16()
+    dist.all_reduce(half)
+    one.sum_RH[:rows] = half
+    rebuild = one.parameters(z, residual, 3, summed=one.sum_RH)
+    one._consume.launch_early(32, plan.consume_threads, rebuild, stream, dependent=False)
+
+
+def worker(rank: int, ranks: int, inputs: int, rows: int, rounds: int, results: str, port: int) -> None:
+    """One rank."""
+    torch.cuda.set_device(rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    plan = OutputPlan(inputs=inputs, ranks=ranks)
+    error = PeerBuffer(4096, rank, exchange)
+    cases = []
+    for number in range(SETS):
+        torch.manual_seed(number * 100 + rank)
+        raw, scale, meant = make_weights(plan, "cuda")
+        z = torch.randn(rows, inputs, device="cuda").bfloat16()
+        torch.manual_seed(number)
+        residual = make_residual(plan, rows, "cuda")
+        inbox = PeerBuffer(plan.inbox_bytes, rank, exchange)
+        one = OutputProjection(plan, raw, scale, rank, inbox.addresses, error.addresses)
+        everybody: list[Any] = [[torch.empty_like(t) for _ in range(ranks)] for t in (z, meant)]
+        for found, own in zip(everybody, (z, meant), strict=True):
+            dist.all_gather(found, own)
+        expected, streams = reference(*everybody, residual, one.eps)
+        cases.append((one, z, residual, expected, streams, inbox))
+    arms: dict[str, Callable[[Any], object]] = {
+        "lowlat-nvidia": lambda case: case[0].run(case[1], case[2]),
+        "general": lambda case: case[0].run_plain(case[1], case[2]),
+        "torch-eager-graph": lambda case: nccl_step(case[0], case[1], case[2]),
+    }
+    graphs = {}
+    for name, run in arms.items():
+        for case in cases:
+            case[0].out_RH.fill_(float("nan"))
+            dist.barrier()
+            run(case)
+            torch.cuda.synchronize()
+            OutputProjection.explain(error.read_word(0))
+            for mine, theirs in ((case[0].out_RH[:rows], case[3]), (case[0].streams_RNH[:rows], case[4])):
+                distance = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
+                assert distance < 5e-3, f"{name} is {distance} from the reference"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for case in cases:
+                run(case)
+        graphs[name] = graph
+    samples = measure(graphs, rounds)
+    OutputProjection.explain(error.read_word(0))
+    if rank == 0:
+        write(samples, plan, rows, results)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # captured NCCL calls hang when a process group is taken down
+
+
+def measure(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a step, the slowest rank's, arms in alternation."""
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(rounds + 1):
+        for name in graphs if turn % 2 else reversed(graphs):
+            events = [
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(STEPS)
+            ]
+            dist.barrier()
+            for begin, end in events:
+                begin.record()
+                graphs[name].replay()
+                end.record()
+            torch.cuda.synchronize()
+            times = torch.tensor([begin.elapsed_time(end) * 1e3 / SETS for begin, end in events[5:]], device="cuda")
+            dist.all_reduce(times, dist.ReduceOp.MAX)
+            if turn:
+                samples[name] += times.tolist()
+    return samples
+
+
+def write(samples: dict[str, list[float]], plan: OutputPlan, rows: int, results: str) -> None:
+    """The result file."""
+    result = new_result("output-projection", simulated=Simulated(weights=True), gpus=plan.ranks)
+    for name, times in samples.items():
+        row = row_from_samples(
+            times, workload="output-projection", arm=name, metric="step_us", rows=rows, tp=plan.ranks, dtype="fp8",
+            bytes=plan.hidden * plan.inputs, note=f"{plan.inputs} inputs a rank, {STREAMS} streams, {SETS} weight sets in turn",
+        )  # fmt: skip
+        result.rows.append(row)
+        print(
+            f"{plan.ranks} GPUs, {rows} rows: {name:18} {row.median:6.2f} [{row.low:.2f}, {row.high:.2f}] us",
+            flush=True,
+        )
+    print(save(result, Path(results)), flush=True)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument(
+        "--inputs", type=int, default=0, help="columns of a rank; default: 8192 over the ranks, at most 4096"
+    )
+    parser.add_argument("--rows", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
+    got = parser.parse_args()
+    inputs = got.inputs or min(4096, 8192 // got.ranks)
+    folder = str(got.results or default_directory())
+    mp.spawn(worker, (got.ranks, inputs, got.rows, got.rounds, folder, 29533), nprocs=got.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+// A row-parallel projection whose finished tiles go to all ranks from its epilogue, and the kernel that takes them in:
+// sum in rank order, rebuild of the four residual streams, collapse, norm.
+//
+// A word is two bfloat16 and the step's tag, stored at once into every rank's inbox (unicast stores): a consumer starts on
+// a value as soon as its tag matches, so there are no flags and no separate sending. Two halves of the inbox alternate:
+// a rank that is a step ahead cannot overwrite what another has not read, because it needs that one's words to go on.
+#include "experts.cuh"
+
+constexpr int PROJECT_PAIRS = INPUTS / (64 * WARPS);  // pairs of groups of a warp
+constexpr int TILE_OUTPUTS = 8, TILES = HIDDEN / TILE_OUTPUTS;
+constexpr int TILE_BYTES = INPUTS * TILE_OUTPUTS;
+constexpr int CONSUME_THREADS = HIDDEN / (4 * CLUSTER), STREAMS = 4;
+static_assert(INPUTS % (64 * WARPS) == 0 && HIDDEN % (4 * CLUSTER * 32) == 0, "sizes");
+
+struct Output {
+  const u8* input;            // [rows][INPUTS] bfloat16, this rank's columns
+  const u8* weights;          // packed, see comm/output_projection.py
+  const float* block_scales;  // [HIDDEN / 32][INPUTS / 32]
+  u64* inboxes[MAX_RANKS];    // of each rank: [2][rank][MAX_ROWS][HIDDEN / 2]
+  u32* errors[MAX_RANKS];
+  u32* epochs;                // [block]: launches so far of this kernel
+  float* partial;             // [rows][HIDDEN], where tiles are not published; or null
+  const float* summed;        // [rows][HIDDEN], where somebody else summed; or null
+  const u8* streams;          // [rows][4][HIDDEN] bfloat16
+  const float* post;          // [rows][4]
+  const float* mix;           // [rows][4][4], from stream j to stream i
+  const float* collapse;      // [rows][4]
+  const u8* norm;             // [HIDDEN] bfloat16
+  u8* new_streams;            // [rows][4][HIDDEN] bfloat16
+  u8* out;                    // [rows][HIDDEN] bfloat16
+  float* sum_out;             // [rows][HIDDEN]: an all-reduce alone stores here and ends; or null
+  int rows, rank, ranks;
+  float eps;
+  u32 spin_limit;
+};
+
+DEV void store_system(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+DEV u64 load_system(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+DEV u32 load_system_word(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEV void store_system_word(u32* p, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEV long long inbox_place(const Output& p, u32 epoch, int rank, int row, int pair) {
+  return (((long long)(epoch % 2) * p.ranks + rank) * MAX_ROWS + row) * (HIDDEN / 2) + pair;
+}
+DEV void publish_pair(const Output& p, u32 epoch, int row, int pair, float low, float high) {
+  const u64 word = (u64)epoch << 32 | bf_pair(low, high);
+  const long long place = inbox_place(p, epoch, p.rank, row, pair);
+  for (int r = 0; r < p.ranks; r++) store_system(p.inboxes[(p.rank + r) % p.ranks] + place, word);
+}
+// Ends the launch on all ranks. The first reason stays.
+DEV void give_up(const Output& p, int stage) {
+  atomicCAS(p.errors[p.rank], 0u, 1u + p.rank * 16 + stage);
+  const u32 told = load_system_word(p.errors[p.rank]);
+  for (int r = 0; r < p.ranks; r++)
+    if (r != p.rank && !load_system_word(p.errors[r])) store_system_word(p.errors[r], told);
+}
+
+// This warp's share of the rows as FP8: row g, inputs 8q .. 8q + 7 of each group; scales of all rows to `scales`.
+DEV void quantise_input(const Output& p, int warp, int lane, uint2 (&x)[PROJECT_PAIRS * 2], float (*scales)[MAX_ROWS]) {
+  const int g = lane / 4, q = lane % 4;
+#pragma unroll
+  for (int i = 0; i < PROJECT_PAIRS * 2; i++) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (g < p.rows)
+      v = *(const uint4*)(p.input + ((long long)g * INPUTS + (warp * PROJECT_PAIRS * 2 + i) * GROUP + q * 8) * 2);
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+    float largest = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) largest = fmaxf(largest, fmaxf(fabsf(bf_low(words[k])), fabsf(bf_high(words[k]))));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const float scale = group_scale(largest), inverse = 1.f / scale;  // exact: a power of two
+    x[i] = make_uint2(to_fp8(bf_low(v.x) * inverse, bf_high(v.x) * inverse, bf_low(v.y) * inverse, bf_high(v.y) * inverse),
+                      to_fp8(bf_low(v.z) * inverse, bf_high(v.z) * inverse, bf_low(v.w) * inverse, bf_high(v.w) * inverse));
+    if (q == 0) scales[i][g] = scale;
+  }
+  __syncwarp();
+}
+
+struct ProjectShared {
+  alignas(16) float parts[2][WARPS][TILE_OUTPUTS * MAX_ROWS];
+  float scales[WARPS][PROJECT_PAIRS * 2][MAX_ROWS];
+  u64 barriers[BLOCK_TILES];
+  u32 epoch;
+};
+
+// A block has up to BLOCK_TILES tiles of 8 outputs. All its weights are on their way before the input is waited for.
+extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Output p) {
+  extern __shared__ __align__(128) u8 memory[];
+  ProjectShared& s = *(ProjectShared*)(memory + BLOCK_TILES * TILE_BYTES);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int begin = TILES * blockIdx.x / gridDim.x, end = TILES * (blockIdx.x + 1) / gridDim.x;
+  if (thread == 0) {
+    for (int i = 0; i < BLOCK_TILES; i++) barrier_init(shared_address(&s.barriers[i]), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    const u64 policy = read_once_policy();
+    for (int tile = begin; tile < end; tile++) {
+      const u32 barrier = shared_address(&s.barriers[tile - begin]);
+      barrier_expect(barrier, TILE_BYTES);
+      copy_bulk(shared_address(memory) + (tile - begin) * TILE_BYTES, p.weights + (long long)tile * TILE_BYTES, TILE_BYTES,
+                barrier, policy);
+    }
+  }
+  wait_for_earlier_kernel();
+  if (thread == 0) s.epoch = ++p.epochs[blockIdx.x];
+  let_next_kernel_start();
+  uint2 x[PROJECT_PAIRS * 2];
+  quantise_input(p, warp, lane, x, s.scales[warp]);
+  __syncthreads();
+#pragma unroll 1
+  for (int tile = begin; tile < end; tile++) {
+    const u32 barrier = shared_address(&s.barriers[tile - begin]);
+    u32 polls = 0;
+    while (!barrier_done(barrier, 0))
+      if (++polls > p.spin_limit) {
+        give_up(p, 1);
+        break;
+      }
+    const u32 page = shared_address(memory) + (tile - begin) * TILE_BYTES + warp * PROJECT_PAIRS * 512 + lane * 16;
+    const float* block = p.block_scales + tile / 4 * (INPUTS / GROUP) + warp * PROJECT_PAIRS * 2;
+    float sum[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < PROJECT_PAIRS; i++) {
+      const uint4 w = load_shared(page + i * 512);
+      float d[4], e[4];
+      mma_fp8(d, w.x, w.y, 0, 0, x[2 * i]);
+      mma_fp8(e, w.z, w.w, 0, 0, x[2 * i + 1]);
+      const float2 a = *(const float2*)&s.scales[warp][2 * i][lane % 4 * 2];
+      const float2 b = *(const float2*)&s.scales[warp][2 * i + 1][lane % 4 * 2];
+      const float u = __ldg(block + 2 * i), v = __ldg(block + 2 * i + 1);
+      sum[0] += d[0] * (u * a.x);
+      sum[1] += d[1] * (u * a.y);
+      sum[0] += e[0] * (v * b.x);
+      sum[1] += e[1] * (v * b.y);
+    }
+    *(float2*)(s.parts[tile % 2][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2) = make_float2(sum[0], sum[1]);
+    __syncthreads();
+    if (thread < TILE_OUTPUTS * MAX_ROWS) {
+      const int row = thread / TILE_OUTPUTS, n = thread % TILE_OUTPUTS;
+      float total = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) total += s.parts[tile % 2][w][n * MAX_ROWS + row];
+      const float next = __shfl_down_sync(~0u, total, 1);
+      if (row < p.rows) {
+        if (p.partial)
+          p.partial[row * HIDDEN + tile * TILE_OUTPUTS + n] = bf_round(total);
+        else if (n % 2 == 0)
+          publish_pair(p, s.epoch, row, (tile * TILE_OUTPUTS + n) / 2, total, next);
+      }
+    }
+  }
+}
+
+// The plain way of sending: a kernel of its own that reads the finished partial sums.
+extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const Output p) {
+  wait_for_earlier_kernel();
+  __shared__ u32 epoch;
+  if (threadIdx.x == 0) epoch = ++p.epochs[blockIdx.x];
+  __syncthreads();
+  let_next_kernel_start();
+  for (int i = blockIdx.x * CONSUME_THREADS + threadIdx.x; i < p.rows * HIDDEN / 2; i += gridDim.x * CONSUME_THREADS) {
+    const float2 pair = ((const float2*)p.partial)[i];
+    publish_pair(p, epoch, i / (HIDDEN / 2), i % (HIDDEN / 2), pair.x, pair.y);
+  }
+}
+
+// Waits for one pair of one rank; false: somebody gave up.
+DEV bool take(const Output& p, u32 epoch, int rank, int row, int pair, float& low, float& high) {
+  const u64* place = p.inboxes[p.rank] + inbox_place(p, epoch, rank, row, pair);
+  u64 word = load_system(place);
+  u32 polls = 0;
+  while ((u32)(word >> 32) != epoch) {
+    if (++polls % 256 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]))) return false;
+    word = load_system(place);
+  }
+  low += bf_low((u32)word);
+  high += bf_high((u32)word);
+  return true;
+}
+DEV float sum_over_cluster(float x, float* mine, float* across) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int o = 16; o; o /= 2) x += __shfl_xor_sync(~0u, x, o);
+  if (lane == 0) mine[warp] = x;
+  __syncthreads();
+  float block = 0;
+  for (int i = 0; i < CONSUME_THREADS / 32; i++) block += mine[i];
+  u32 self;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(self));
+  if (threadIdx.x < CLUSTER) {  // to the same place in every block of the cluster
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(across + self)), "r"(threadIdx.x));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(block) : "memory");
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  float total = 0;
+#pragma unroll
+  for (int i = 0; i < CLUSTER; i++) total += across[i];
+  return total;
+}
+
+// A cluster a row, a thread four outputs: 2 pairs. What does not come from the projection is loaded first.
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_THREADS) output_consume(const Output p) {
+  __shared__ float mine[CONSUME_THREADS / 32], across[CLUSTER];
+  __shared__ u32 epoch;
+  const int thread = threadIdx.x, row = blockIdx.x / CLUSTER;
+  const int n = (blockIdx.x % CLUSTER * CONSUME_THREADS + thread) * 4;
+  if (p.summed || p.partial) wait_for_earlier_kernel();  // else tags say what has come
+  if (thread == 0 && !p.summed) epoch = ++p.epochs[blockIdx.x];
+  __syncthreads();
+  if (row >= p.rows) {  // launched for all rows that there can be, so that every block counts every launch
+    wait_for_earlier_kernel();
+    return;
+  }
+  uint2 streams[STREAMS];
+  float post[STREAMS], mix[STREAMS][STREAMS], collapse[STREAMS];
+  uint2 norm = make_uint2(0, 0);
+  if (!p.sum_out) {
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) {
+      streams[j] = *(const uint2*)(p.streams + (((long long)row * STREAMS + j) * HIDDEN + n) * 2);
+      post[j] = p.post[row * STREAMS + j];
+      collapse[j] = p.collapse[row * STREAMS + j];
+#pragma unroll
+      for (int i = 0; i < STREAMS; i++) mix[j][i] = p.mix[(row * STREAMS + j) * STREAMS + i];
+    }
+    norm = *(const uint2*)(p.norm + n * 2);
+  }
+  float out[4] = {0, 0, 0, 0};
+  if (p.summed) {
+    const float4 v = *(const float4*)(p.summed + (long long)row * HIDDEN + n);
+    out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+  } else {
+    bool well = true;
+    for (int rank = 0; rank < p.ranks && well; rank++)
+      well = take(p, epoch, rank, row, n / 2, out[0], out[1]) && take(p, epoch, rank, row, n / 2 + 1, out[2], out[3]);
+    if (!well) give_up(p, 2);
+  }
+  if (p.sum_out) {
+    *(float4*)(p.sum_out + (long long)row * HIDDEN + n) = make_float4(out[0], out[1], out[2], out[3]);
+    wait_for_earlier_kernel();
+    return;
+  }
+  float y[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < STREAMS; i++) {
+    float z[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      z[c] = post[i] * out[c];
+#pragma unroll
+      for (int j = 0; j < STREAMS; j++) {
+        const u32 word = c < 2 ? streams[j].x : streams[j].y;
+        z[c] += mix[j][i] * (c % 2 ? bf_high(word) : bf_low(word));
+      }
+      z[c] = bf_round(z[c]);
+      y[c] += collapse[i] * z[c];
+    }
+    *(uint2*)(p.new_streams + (((long long)row * STREAMS + i) * HIDDEN + n) * 2) =
+        make_uint2(bf_pair(z[0], z[1]), bf_pair(z[2], z[3]));
+  }
+  float square = 0;
+#pragma unroll
+  for (int c = 0; c < 4; c++) y[c] = bf_round(y[c]), square += y[c] * y[c];
+  const float factor = rsqrtf(sum_over_cluster(square, mine, across) / HIDDEN + p.eps);
+  *(uint2*)(p.out + ((long long)row * HIDDEN + n) * 2) =
+      make_uint2(bf_pair(y[0] * factor * bf_low(norm.x), y[1] * factor * bf_high(norm.x)),
+                 bf_pair(y[2] * factor * bf_low(norm.y), y[3] * factor * bf_high(norm.y)));
+  wait_for_earlier_kernel();  // so that what comes after this kernel comes after the projection too
+}
