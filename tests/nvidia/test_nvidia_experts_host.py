@@ -7,22 +7,32 @@ import torch
 
 from lowlat_nvidia.deepseek_v4 import experts_reference as reference
 from lowlat_nvidia.deepseek_v4.experts import pack_first, pack_second
-from lowlat_nvidia.deepseek_v4.experts_plan import PAIR_BYTES, WARPS, ExpertsPlan, ExpertsPlanError
+from lowlat_nvidia.deepseek_v4.experts_plan import BLOCK_SHARED_BYTES, PAIR_BYTES, TEAM, ExpertsPlan, ExpertsPlanError
 
 SMALL = ExpertsPlan(hidden=1024, inner=128, experts=32, top=3)
 
 
 def products(packed: torch.Tensor, x: torch.Tensor, tiles: int, warps: int, pairs: int, chunk: int) -> torch.Tensor:
     """[tiles, 16] sums as the lanes of the matrix instructions compute them from packed bytes; x is [inputs]."""
-    table = torch.tensor([*reference.FP4_VALUES, *(-value for value in reference.FP4_VALUES)])
     chunks = packed.view(tiles, warps, pairs // chunk, chunk * PAIR_BYTES)
-    data = chunks[..., : chunk * 512].reshape(tiles, warps, pairs, 8, 4, 2, 2, 4)  # ..., g, q, group, half, j
+    words = chunks[..., : chunk * 512].contiguous().view(torch.int32)
+    words = words.reshape(tiles, warps, pairs, 8, 4, 2, 2).long() & 0xFFFFFFFF  # ..., g, q, group, half
     scales = chunks[..., chunk * 512 :].reshape(tiles, warps, pairs, 8, 2, 2)  # ..., g, group, half
-    inputs = x.view(warps, pairs, 2, 4, 2, 4)  # warp, pair, group, q, low or high, j
-    low, high = table[(data & 15).long()], table[(data >> 4).long()]
-    factors = torch.exp2(scales.float() - 127)
-    sums = torch.einsum("twpgqshj,wpsqj,twpgsh->thg", low, inputs[..., 0, :], factors)
-    sums += torch.einsum("twpgqshj,wpsqj,twpgsh->thg", high, inputs[..., 1, :], factors)
+    inputs = x.view(warps, pairs, 2, 4, 4, 2)  # warp, pair, group, q, pair of inputs, first or second
+    signs, rest, every = 0x80008000, 0x0E000E00, 0x8E008E00
+    operands = (  # as fp4_to_half unpacks them
+        words & every,
+        words << 3 & every,
+        words << 1 & signs | words << 6 & rest,
+        words << 2 & signs | words << 9 & rest,
+    )
+    sums = torch.zeros(tiles, 2, 8)
+    for pair, operand in enumerate(operands):
+        for place in (0, 1):
+            half = (operand >> 16 * place & 0xFFFF).to(torch.int32).to(torch.int16).view(torch.float16).float() * 2**14
+            sums += torch.einsum(
+                "twpgqsh,wpsq,twpgsh->thg", half, inputs[..., pair, place], torch.exp2(scales.float() - 127)
+            )
     return sums.reshape(tiles, 16)
 
 
@@ -32,7 +42,7 @@ def test_lanes_multiply_the_weights_they_should():
     x, y = torch.randn(SMALL.hidden), torch.randn(SMALL.inner)
     sizes = SMALL.definitions()
     tiles = SMALL.inner // 8
-    first = products(pack_first(SMALL, weights, 1), x, tiles, WARPS, SMALL.first_pairs, sizes["FIRST_CHUNK"])
+    first = products(pack_first(SMALL, weights, 1), x, tiles, TEAM, SMALL.first_pairs, sizes["FIRST_CHUNK"])
     gate = reference.dequantise(weights.w1[1], weights.w1_scale[1]) @ x
     up = reference.dequantise(weights.w3[1], weights.w3_scale[1]) @ x
     torch.testing.assert_close(first[:, :8].flatten(), gate, rtol=1e-4, atol=1e-4)
@@ -52,7 +62,7 @@ def test_sizes_of_packed_experts():
     # 0.5 byte a weight and a byte of scale for 32.
     assert headline.first_bytes == 2 * 576 * 5120 * 17 // 32
     assert headline.first_bytes + headline.second_bytes == 4_700_160
-    assert max(headline.shared_bytes()) <= 232_448 // 2
+    assert max(headline.shared_bytes()) <= BLOCK_SHARED_BYTES
 
 
 def test_a_plan_refuses_with_every_reason():

@@ -12,13 +12,10 @@ def test_lanes_multiply_the_weights_they_should():
     torch.manual_seed(0)
     weight = torch.randn(64, 1024).to(torch.float8_e4m3fn)
     x = torch.randn(1024)
-    packed = (
-        pack_projection(weight).view(torch.float8_e4m3fn).float().view(8, 16, 8, 4, 2, 8)
-    )  # tile, pair, g, q, group, j
-    inputs = x.view(16, 2, 4, 8)
-    torch.testing.assert_close(
-        torch.einsum("tpgqsj,psqj->tg", packed, inputs).flatten(), weight.float() @ x, rtol=1e-4, atol=1e-4
-    )
+    packed = pack_projection(weight).view(torch.float8_e4m3fn).float()
+    packed = packed.view(8, 16, 8, 4, 2, 2, 4)[..., [1, 3, 0, 2]]  # tile, pair, g, q, group, word, byte as unpacked
+    products = torch.einsum("tpgqswj,psqwj->tg", packed, x.view(16, 2, 4, 2, 4)).flatten()
+    torch.testing.assert_close(products, weight.float() @ x, rtol=1e-4, atol=1e-4)
 
 
 def test_plans():

@@ -63,7 +63,7 @@ class OutputPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a projection block."""
         tiles = self.block_tiles * (self.inputs * TILE_OUTPUTS + 8)
-        return tiles + 2 * WARPS * TILE_OUTPUTS * MAX_ROWS * 4 + self.inputs // GROUP * MAX_ROWS * 4 + 64
+        return tiles + 2 * WARPS * TILE_OUTPUTS * MAX_ROWS * 4 + WARPS * MAX_ROWS * 4 + 64
 
     @property
     def inbox_bytes(self) -> int:
@@ -74,7 +74,7 @@ class OutputPlan:
         """Macros of the kernels."""
         return {
             "HIDDEN": self.hidden, "INPUTS": self.inputs, "BLOCK_TILES": self.block_tiles, "CLUSTER": self.cluster,
-            "MAX_RANKS": MAX_RANKS, "EXPERTS": 32, "TOP": 1,
+            "MAX_RANKS": MAX_RANKS,
         }  # fmt: skip
 
 
@@ -110,10 +110,11 @@ class Residual:
 
 def pack_projection(weight_HK: Tensor) -> Tensor:
     """FP8 weights [H, K] (float8_e4m3fn) as bytes in the order that lanes read: tiles of 8 outputs; a warp's pairs of
-    groups; lane (g, q) has of both groups 8 bytes of row g."""
+    groups; lane (g, q) has of both groups 8 bytes of row g, each four in the order 2, 0, 3, 1: what is unpacked first
+    lies in the upper bytes."""
     hidden, inputs = weight_HK.shape
-    parts = weight_HK.view(torch.uint8).view(hidden // 8, 8, inputs // 64, 2, 4, 8)
-    return parts.permute(0, 2, 1, 4, 3, 5).contiguous().flatten()
+    parts = weight_HK.view(torch.uint8).view(hidden // 8, 8, inputs // 64, 2, 4, 2, 4)[..., [2, 0, 3, 1]]
+    return parts.permute(0, 2, 1, 4, 3, 5, 6).contiguous().flatten()
 
 
 class OutputProjection:

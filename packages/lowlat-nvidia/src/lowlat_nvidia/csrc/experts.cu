@@ -4,35 +4,18 @@
 #include "experts.cuh"
 
 constexpr int ROUTER_EXPERTS = 4, ROUTER_THREADS = HIDDEN / 16, ROUTER_WARPS = ROUTER_THREADS / 32;
-constexpr int ROUTER_BLOCKS = EXPERTS / ROUTER_EXPERTS;
-constexpr int FIRST_PAIRS = HIDDEN / (64 * WARPS), FIRST_TILES = INNER / 8;    // pairs of a warp; tiles of 8 activations
+constexpr int TEAM = 8, TEAMS = WARPS / TEAM;  // warps that share a tile of the first products, and split its inputs
+constexpr int FIRST_PAIRS = HIDDEN / (64 * TEAM), FIRST_TILES = INNER / 8;  // pairs of a warp; tiles of 8 activations
 constexpr int FIRST_CHUNKS = FIRST_PAIRS / FIRST_CHUNK;
 constexpr int SECOND_PAIRS = INNER / 64, SECOND_TILES = HIDDEN / 16;
 constexpr int SECOND_CHUNKS = SECOND_PAIRS / SECOND_CHUNK;
-static_assert(HIDDEN % (64 * WARPS) == 0 && INNER % 64 == 0 && ROUTER_THREADS % 32 == 0, "sizes");
+static_assert(HIDDEN % (64 * TEAM) == 0 && INNER % 64 == 0 && ROUTER_THREADS % 32 == 0, "sizes");
 static_assert(FIRST_PAIRS % FIRST_CHUNK == 0 && SECOND_PAIRS % SECOND_CHUNK == 0, "chunks");
 
-DEV void quantise_hidden(const Params& p, int from, int step) {
-  const int lane = threadIdx.x % 32;
-  for (int i = from; i < MAX_ROWS * HIDDEN / GROUP; i += step) {
-    const int row = i / (HIDDEN / GROUP), group = i % (HIDDEN / GROUP), place = row * HIDDEN + group * GROUP + lane;
-    const float x = row < p.rows ? __uint_as_float((u32)((const unsigned short*)p.hidden)[place] << 16) : 0.f;
-    const float scale = group_scale(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fabsf(x)))));
-    p.quantised[place] = (u8)to_fp8(__fdiv_rn(x, scale), 0.f, 0.f, 0.f);
-    if (lane == 0) p.scales[group * MAX_ROWS + row] = scale;
-  }
-}
-
-// Blocks beyond ROUTER_BLOCKS quantise the rows.
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const Params p) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  let_next_kernel_start();
   wait_for_earlier_kernel();
-  if (blockIdx.x >= ROUTER_BLOCKS) {
-    const int warps = (gridDim.x - ROUTER_BLOCKS) * ROUTER_WARPS;
-    quantise_hidden(p, (blockIdx.x - ROUTER_BLOCKS) * ROUTER_WARPS + warp, warps);
-    return;
-  }
+  let_next_kernel_start();  // the rows are there: what comes next prepares them meanwhile
   uint4 w[ROUTER_EXPERTS][2];
   const int expert = blockIdx.x * ROUTER_EXPERTS;
 #pragma unroll
@@ -71,9 +54,11 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const
 }
 
 struct FirstShared {
+  alignas(16) uint4 rows[HIDDEN / GROUP][32];
+  float parts[TEAMS][2][TEAM][16 * MAX_ROWS];
+  float scales[HIDDEN / GROUP][MAX_ROWS];
+  float units[MAX_ROWS];
   Choice choice;
-  alignas(16) float parts[2][WARPS][16 * MAX_ROWS];
-  alignas(16) float scales[WARPS][FIRST_PAIRS * 2][MAX_ROWS];
   u64 barriers[WARPS][FIRST_DEPTH];
 };
 DEV void init_barriers(u64* barriers, int count) {
@@ -82,147 +67,184 @@ DEV void init_barriers(u64* barriers, int count) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 }
-// Sums a tile over the warps, applies the activation: 8 rows x 8 values by 64 threads.
-DEV void activate(const Params& p, const float (*part)[16 * MAX_ROWS], int slot, int tile) {
-  if (threadIdx.x >= 64) return;
-  const int row = threadIdx.x / 8, j = threadIdx.x % 8;
+DEV void load_hidden(const Params& p, int group, int lane, float (&x)[8]) {
+  const int row = lane / 4;
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (row < p.rows) v = *(const uint4*)(p.hidden + ((long long)row * HIDDEN + group * GROUP + lane % 4 * 8) * 2);
+  x[0] = bf_low(v.x), x[1] = bf_high(v.x), x[2] = bf_low(v.y), x[3] = bf_high(v.y);
+  x[4] = bf_low(v.z), x[5] = bf_high(v.z), x[6] = bf_low(v.w), x[7] = bf_high(v.w);
+}
+// All threads: the rows into shared memory as the matrix instructions take them.
+DEV void quantise_hidden(const Params& p, FirstShared& s) {
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  float x[8];
+  for (int group = warp; group < HIDDEN / GROUP; group += WARPS) {
+    load_hidden(p, group, lane, x);
+    const float scale = group_scale(group_largest(x));
+    if (lane % 4 == 0) s.scales[group][lane / 4] = scale;
+  }
+  __syncthreads();
+  if (warp < MAX_ROWS) {
+    float largest = 0;
+    for (int group = lane; group < HIDDEN / GROUP; group += 32) largest = fmaxf(largest, s.scales[group][warp]);
+    largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
+    if (lane == 0) s.units[warp] = largest;
+  }
+  __syncthreads();
+  for (int group = warp; group < HIDDEN / GROUP; group += WARPS) {
+    load_hidden(p, group, lane, x);
+    s.rows[group][lane] = quantised_half(x, s.scales[group][lane / 4], s.units[lane / 4]);
+  }
+  __syncthreads();
+}
+// Sums a tile over the warps of a team, applies the activation: 8 rows x 8 values by 64 threads.
+DEV void activate(const Params& p, const float (*part)[16 * MAX_ROWS], int thread, int slot, int tile, float unit) {
+  const int row = thread / 8, j = thread % 8;
   float gate = 0, up = 0;
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) gate += part[w][j * MAX_ROWS + row], up += part[w][(j + 8) * MAX_ROWS + row];
-  gate = fminf(gate * FP4_TO_FP8, LIMIT);
-  up = fminf(fmaxf(up * FP4_TO_FP8, -LIMIT), LIMIT);
+  for (int w = 0; w < TEAM; w++) gate += part[w][j * MAX_ROWS + row], up += part[w][(j + 8) * MAX_ROWS + row];
+  gate = fminf(gate * (FP4_TO_HALF * unit), LIMIT);
+  up = fminf(fmaxf(up * (FP4_TO_HALF * unit), -LIMIT), LIMIT);
   p.inner[((long long)slot * MAX_ROWS + row) * INNER + tile * 8 + j] = gate / (1.f + expf(-gate)) * up;
 }
 
-// A block takes tiles of 8 gates and 8 ups; its warps split the inputs.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_first(const Params p) {
+// A team takes tiles of 8 gates and 8 ups; its warps split the inputs.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_first(const Params p) {
   extern __shared__ __align__(128) u8 memory[];
-  FirstShared& s = *(FirstShared*)(memory + WARPS * FIRST_DEPTH * FIRST_CHUNK * PAIR_ALL);
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  FirstShared& s = *(FirstShared*)memory;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, team = warp / TEAM, part = warp % TEAM;
   init_barriers(&s.barriers[0][0], WARPS * FIRST_DEPTH);
+  quantise_hidden(p, s);  // the router was let go only when the rows were there
   wait_for_earlier_kernel();
   choose(p, s.choice);
   let_next_kernel_start();
-  const int count = s.choice.count * FIRST_TILES;
-  const int begin = (int)((long long)count * blockIdx.x / gridDim.x);
-  const int end = (int)((long long)count * (blockIdx.x + 1) / gridDim.x);
+  const int count = s.choice.count * FIRST_TILES, self = blockIdx.x * TEAMS + team, teams = gridDim.x * TEAMS;
+  const int begin = (int)((long long)count * self / teams), end = (int)((long long)count * (self + 1) / teams);
   const int* experts = s.choice.experts;
-  auto address = [&](int chunk) {
-    const int item = begin + chunk / FIRST_CHUNKS;
+  auto place = [&](int item) {
     const long long tile = (long long)experts[item / FIRST_TILES] * FIRST_TILES + item % FIRST_TILES;
-    return p.first + ((tile * WARPS + warp) * FIRST_CHUNKS + chunk % FIRST_CHUNKS) * (FIRST_CHUNK * PAIR_ALL);
+    return p.first + (tile * TEAM + part) * (FIRST_PAIRS * PAIR_ALL);
   };
-  Ring<FIRST_CHUNK, FIRST_DEPTH> ring;
-  ring.start(shared_address(memory) + warp * FIRST_DEPTH * FIRST_CHUNK * PAIR_ALL, shared_address(s.barriers[warp]),
-             (end - begin) * FIRST_CHUNKS, lane, address);
+  Ring<FIRST_CHUNK, FIRST_CHUNKS, FIRST_DEPTH> ring(
+      shared_address(memory + FIRST_RING) + warp * FIRST_DEPTH * FIRST_CHUNK * PAIR_ALL,
+      shared_address(s.barriers[warp]), begin, end);
+  ring.start(lane, place);
   if (blockIdx.x == 0 && !p.listed && warp < p.rows && lane < TOP) {
     p.chosen[warp * TOP + lane] = s.choice.chosen[warp][lane];
     p.weights[warp * TOP + lane] = s.choice.weights[warp][lane];
   }
-  uint2 x[FIRST_PAIRS * 2];
-#pragma unroll
-  for (int i = 0; i < FIRST_PAIRS * 2; i++)
-    x[i] = *(const uint2*)(p.quantised + lane / 4 * HIDDEN + (warp * FIRST_PAIRS * 2 + i) * GROUP + lane % 4 * 8);
-  for (int i = lane; i < FIRST_PAIRS * 2 * MAX_ROWS; i += 32)
-    s.scales[warp][i / MAX_ROWS][i % MAX_ROWS] = p.scales[warp * FIRST_PAIRS * 2 * MAX_ROWS + i];
-  __syncwarp();
+  const u32 rows = shared_address(s.rows[part * FIRST_PAIRS * 2]);
 #pragma unroll 1
   for (int item = begin; item < end; item++) {
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int c = 0; c < FIRST_CHUNKS; c++) {
       if (!ring.wait(p.spin_limit)) *p.error = 1;
-      const int base = c * FIRST_CHUNK * 2;
-      multiply_chunk<FIRST_CHUNK>(
-          sum, ring.page(), lane, [&](int i) { return x[base + i]; },
-          [&](int i) { return *(const float2*)&s.scales[warp][base + i][lane % 4 * 2]; });
-      ring.release(lane, address);
+      multiply_chunk<FIRST_CHUNK>(sum, ring.address(), rows + c * FIRST_CHUNK * 1024, lane);
+      ring.release(lane, place);
     }
-    float* part = s.parts[item % 2][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2;
-    *(float2*)part = make_float2(sum[0], sum[1]);
-    *(float2*)(part + 8 * MAX_ROWS) = make_float2(sum[2], sum[3]);
-    __syncthreads();
-    activate(p, s.parts[item % 2], item / FIRST_TILES, item % FIRST_TILES);
+    float* to = s.parts[team][item % 2][part] + lane / 4 * MAX_ROWS + lane % 4 * 2;
+    *(float2*)to = make_float2(sum[0], sum[1]);
+    *(float2*)(to + 8 * MAX_ROWS) = make_float2(sum[2], sum[3]);
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM * 32) : "memory");
+    const int mine = thread - team * TEAM * 32;
+    if (mine < 64) activate(p, s.parts[team][item % 2], mine, item / FIRST_TILES, item % FIRST_TILES, s.units[mine / 8]);
   }
 }
 
+// Outputs of a block come from at most two experts.
 struct SecondShared {
+  alignas(16) uint4 rows[2][SECOND_PAIRS * 2][32];
+  float scales[2][SECOND_PAIRS * 2][MAX_ROWS];
+  float units[2][MAX_ROWS];
   Choice choice;
-  alignas(16) float scales[WARPS][SECOND_PAIRS * 2][MAX_ROWS];
   u64 barriers[WARPS][SECOND_DEPTH];
 };
-// The first products' activations of one expert as FP8: of row g, and the scales of all rows by way of shared memory.
-DEV void quantise_inner(const Params& p, int slot, int lane, uint2 (&x)[SECOND_PAIRS * 2], float (*scales)[MAX_ROWS]) {
-  const int g = lane / 4, q = lane % 4;
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < SECOND_PAIRS * 2; i++) {
-    const float4* from = (const float4*)(p.inner + ((long long)slot * MAX_ROWS + g) * INNER + i * GROUP + q * 8);
-    const float4 a = from[0], b = from[1];
-    float largest = fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(a.z), fabsf(a.w))),
-                          fmaxf(fmaxf(fabsf(b.x), fabsf(b.y)), fmaxf(fabsf(b.z), fabsf(b.w))));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float scale = group_scale(largest), inverse = 1.f / scale;  // exact: a power of two
-    x[i] = make_uint2(to_fp8(a.x * inverse, a.y * inverse, a.z * inverse, a.w * inverse),
-                      to_fp8(b.x * inverse, b.y * inverse, b.z * inverse, b.w * inverse));
-    if (q == 0) scales[i][g] = scale;
+DEV void load_inner(const Params& p, int slot, int group, int lane, float (&x)[8]) {
+  const float4* from = (const float4*)(p.inner + ((long long)slot * MAX_ROWS + lane / 4) * INNER + group * GROUP + lane % 4 * 8);
+  const float4 a = from[0], b = from[1];
+  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+// All threads: activations of the experts from `slot` on, as the matrix instructions take them.
+DEV void quantise_inner(const Params& p, SecondShared& s, int slot, int slots) {
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  constexpr int GROUPS = SECOND_PAIRS * 2;
+  float x[8];
+  for (int i = warp; i < slots * GROUPS; i += WARPS) {
+    load_inner(p, slot + i / GROUPS, i % GROUPS, lane, x);
+    const float scale = group_scale(group_largest(x));
+    if (lane % 4 == 0) s.scales[i / GROUPS][i % GROUPS][lane / 4] = scale;
   }
-  __syncwarp();
+  __syncthreads();
+  if (thread < slots * MAX_ROWS) {
+    float largest = 0;
+    for (int group = 0; group < GROUPS; group++) largest = fmaxf(largest, s.scales[thread / MAX_ROWS][group][thread % MAX_ROWS]);
+    s.units[thread / MAX_ROWS][thread % MAX_ROWS] = largest;
+  }
+  __syncthreads();
+  for (int i = warp; i < slots * GROUPS; i += WARPS) {
+    load_inner(p, slot + i / GROUPS, i % GROUPS, lane, x);
+    s.rows[i / GROUPS][i % GROUPS][lane] =
+        quantised_half(x, s.scales[i / GROUPS][i % GROUPS][lane / 4], s.units[i / GROUPS][lane / 4]);
+  }
+  __syncthreads();
+}
+// Where the outputs of an expert go for rows 2q and 2q + 1: row * TOP + place among the row's experts, or -1.
+DEV void find_places(const Params& p, const Choice& c, int expert, int lane, int (&place)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int row = lane % 4 * 2 + i;
+    place[i] = -1;
+    if (row < p.rows)
+      for (int k = 0; k < TOP; k++)
+        if (c.chosen[row][k] == expert) place[i] = row * TOP + k;
+  }
 }
 // A warp takes tiles of 16 outputs over all inputs.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_second(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_second(const Params p) {
   extern __shared__ __align__(128) u8 memory[];
-  SecondShared& s = *(SecondShared*)(memory + WARPS * SECOND_DEPTH * SECOND_CHUNK * PAIR_ALL);
+  SecondShared& s = *(SecondShared*)memory;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   init_barriers(&s.barriers[0][0], WARPS * SECOND_DEPTH);
   choose(p, s.choice);  // the router was done before this kernel could start
   const long long count = (long long)s.choice.count * SECOND_TILES, warps = gridDim.x * WARPS;
   const int self = blockIdx.x * WARPS + warp;
   const int begin = (int)(count * self / warps), end = (int)(count * (self + 1) / warps);
-  auto address = [&](int chunk) {
-    const int item = begin + chunk / SECOND_CHUNKS;
+  const int block_begin = (int)(count * blockIdx.x / gridDim.x), block_end = (int)(count * (blockIdx.x + 1) / gridDim.x);
+  auto place = [&](int item) {
     const long long tile = (long long)s.choice.experts[item / SECOND_TILES] * SECOND_TILES + item % SECOND_TILES;
-    return p.second + (tile * SECOND_CHUNKS + chunk % SECOND_CHUNKS) * (SECOND_CHUNK * PAIR_ALL);
+    return p.second + tile * (SECOND_PAIRS * PAIR_ALL);
   };
-  Ring<SECOND_CHUNK, SECOND_DEPTH> ring;
-  ring.start(shared_address(memory) + warp * SECOND_DEPTH * SECOND_CHUNK * PAIR_ALL, shared_address(s.barriers[warp]),
-             (end - begin) * SECOND_CHUNKS, lane, address);
+  Ring<SECOND_CHUNK, SECOND_CHUNKS, SECOND_DEPTH> ring(
+      shared_address(memory + SECOND_RING) + warp * SECOND_DEPTH * SECOND_CHUNK * PAIR_ALL,
+      shared_address(s.barriers[warp]), begin, end);
+  ring.start(lane, place);
   wait_for_earlier_kernel();
   let_next_kernel_start();
-  uint2 x[SECOND_PAIRS * 2];
-  int slot = -1, place[2] = {-1, -1};
+  const int first_slot = block_begin / SECOND_TILES;
+  if (block_begin < block_end) quantise_inner(p, s, first_slot, (block_end - 1) / SECOND_TILES - first_slot + 1);
+  int slot = -1, goes[2] = {-1, -1};
 #pragma unroll 1
   for (int item = begin; item < end; item++) {
     if (item / SECOND_TILES != slot) {
       slot = item / SECOND_TILES;
-      quantise_inner(p, slot, lane, x, s.scales[warp]);
-      const int expert = s.choice.experts[slot];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int row = lane % 4 * 2 + i;
-        place[i] = -1;
-        if (row < p.rows)
-          for (int k = 0; k < TOP; k++)
-            if (s.choice.chosen[row][k] == expert) place[i] = row * TOP + k;
-      }
+      find_places(p, s.choice, s.choice.experts[slot], lane, goes);
     }
+    const int which = slot - first_slot;
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int c = 0; c < SECOND_CHUNKS; c++) {
       if (!ring.wait(p.spin_limit)) *p.error = 2;
-      const int base = c * SECOND_CHUNK * 2;
-      multiply_chunk<SECOND_CHUNK>(
-          sum, ring.page(), lane, [&](int i) { return x[base + i]; },
-          [&](int i) { return *(const float2*)&s.scales[warp][base + i][lane % 4 * 2]; });
-      ring.release(lane, address);
+      multiply_chunk<SECOND_CHUNK>(sum, ring.address(), shared_address(s.rows[which][c * SECOND_CHUNK * 2]), lane);
+      ring.release(lane, place);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      if (place[i] >= 0) {
-        float* to = p.parts + (long long)place[i] * HIDDEN + item % SECOND_TILES * 16 + lane / 4;
-        to[0] = sum[i] * FP4_TO_FP8;
-        to[8] = sum[i + 2] * FP4_TO_FP8;
+      if (goes[i] >= 0) {
+        float* to = p.parts + (long long)goes[i] * HIDDEN + item % SECOND_TILES * 16 + lane / 4;
+        const float unit = FP4_TO_HALF * s.units[which][lane % 4 * 2 + i];
+        to[0] = sum[i] * unit;
+        to[8] = sum[i + 2] * unit;
       }
   }
 }

@@ -3,12 +3,12 @@
 // Up to 8 rows are the 8 columns of the matrix instructions: every touched expert multiplies all of them, and a row
 // reads what its own experts gave. So rows are not sorted or moved; an expert needs no more than a mask of its rows.
 #pragma once
-#include "ptx.cuh"
+#include "quantised.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, MAX_ROWS = 8, GROUP = 32;
+constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int PAIR_BYTES = 512, PAIR_SCALES = 32;  // two groups of 16 output rows: 8 bytes a lane and group
 constexpr int PAIR_ALL = PAIR_BYTES + PAIR_SCALES;
-constexpr float FP4_TO_FP8 = 64.f;  // what an e2m1 is worth over the e4m3 with the same bits
+constexpr float FP4_TO_HALF = 16384.f;  // what an e2m1 is worth over the float16 with the same bits
 static_assert(EXPERTS % 32 == 0, "experts are chosen by warps");
 
 struct Params {
@@ -18,8 +18,6 @@ struct Params {
   const u8* first;         // packed gate and up of all experts
   const u8* second;        // packed down of all experts
   float* logits;           // [rows][EXPERTS]
-  u8* quantised;           // [MAX_ROWS][HIDDEN] e4m3
-  float* scales;           // [HIDDEN / GROUP][MAX_ROWS]
   float* inner;            // [slot][MAX_ROWS][INNER]
   float* parts;            // [rows][TOP][HIDDEN]
   int* chosen;             // [rows][TOP]
@@ -40,9 +38,6 @@ struct Choice {
   int chosen[MAX_ROWS][TOP];
   float weights[MAX_ROWS][TOP];
 };
-
-DEV void wait_for_earlier_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEV void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 DEV u32 order_key(float x) {  // larger floats give larger keys
   const u32 bits = __float_as_uint(x);
@@ -117,97 +112,88 @@ DEV void choose(const Params& p, Choice& c) {
   __syncthreads();
 }
 
-// The scale of a group by its largest magnitude: a power of two, so that the group fits e4m3.
-DEV float group_scale(float largest) {
-  const u32 bits = __float_as_uint(__fdiv_rn(fmaxf(largest, 1e-10f), 448.f));
-  return __uint_as_float((bits + 0x7fffffu) & 0x7f800000u);
+// Eight e2m1 as four pairs of float16 of 2^-14 of their values. A pair's bits lie as close to their places as 16 bits
+// allow: sign, exponent and mantissa of pairs 0 and 1 together, those of 2 and 3 apart. See deepseek_v4/experts.py.
+DEV void fp4_to_half(u32 w, u32 (&a)[4]) {
+  constexpr u32 ALL = 0x8e008e00u, SIGNS = 0x80008000u, REST = 0x0e000e00u;
+  a[0] = w & ALL;
+  a[1] = (w << 3) & ALL;
+  a[2] = ((w << 1) & SIGNS) | ((w << 6) & REST);
+  a[3] = ((w << 2) & SIGNS) | ((w << 9) & REST);
 }
-DEV u32 to_fp8(float a, float b, float c, float d) {  // four e4m3, the first in the lowest byte
-  unsigned short low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-  return (u32)high << 16 | low;
-}
-// Four e2m1 of the high and of the low halves of the bytes of `w`, as e4m3 of 1/64 of their values.
-DEV u32 high_fp8(u32 w) { return (w & 0x80808080u) | ((w >> 2) & 0x1c1c1c1cu); }
-DEV u32 low_fp8(u32 w) { return ((w << 4) & 0x80808080u) | ((w << 2) & 0x1c1c1c1cu); }
-
-// d = A b, A 16 outputs x 32 inputs, b 32 inputs x 8 rows. Lane (g, q): a[0], a[1] of output g, a[2], a[3] of output
-// g + 8, b of row g, all for inputs 8q .. 8q + 7; d[0], d[1] of output g and rows 2q, 2q + 1; d[2], d[3] of g + 8.
-DEV void mma_fp8(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a0), "r"(a2), "r"(a1), "r"(a3), "r"(b.x), "r"(b.y), "f"(0.f));
-}
-// One group: weights of output g in w.x, of g + 8 in w.y; their two scales; the scales of rows 2q, 2q + 1.
-DEV void add_group(float (&sum)[4], uint2 w, u32 scale_g, u32 scale_g8, uint2 b, float2 rows) {
-  float d[4];
-  mma_fp8(d, low_fp8(w.x), high_fp8(w.x), low_fp8(w.y), high_fp8(w.y), b);
+// One group of 32 inputs: weights of output g in w.x, of g + 8 in w.y, and their scales; b: row g, inputs 8q .. 8q + 7.
+DEV void add_group(float (&sum)[4], uint2 w, u32 scale_g, u32 scale_g8, uint4 b) {
+  u32 low[4], high[4];
+  fp4_to_half(w.x, low);
+  fp4_to_half(w.y, high);
+  float d[4] = {0, 0, 0, 0};
+  mma_half(d, low[0], high[0], low[1], high[1], b.x, b.y);
+  mma_half(d, low[2], high[2], low[3], high[3], b.z, b.w);
   const float s0 = __uint_as_float(scale_g << 23), s1 = __uint_as_float(scale_g8 << 23);
-  sum[0] += d[0] * (s0 * rows.x);
-  sum[1] += d[1] * (s0 * rows.y);
-  sum[2] += d[2] * (s1 * rows.x);
-  sum[3] += d[3] * (s1 * rows.y);
+  sum[0] += d[0] * s0;
+  sum[1] += d[1] * s0;
+  sum[2] += d[2] * s1;
+  sum[3] += d[3] * s1;
 }
 
-// A warp's own ring of chunks, filled ahead by bulk copies. `next` maps a chunk's number to its address.
-template <int CHUNK_PAIRS, int DEPTH>
+// A warp's own ring of chunks, filled ahead by bulk copies. Chunks come item after item, CHUNKS of each, one behind
+// the other from the address that `place(item)` gives.
+template <int CHUNK_PAIRS, int CHUNKS, int DEPTH>
 struct Ring {
   static constexpr int BYTES = CHUNK_PAIRS * PAIR_ALL;
-  u32 pages, barriers;
-  int total, taken;
-  u64 policy;
+  u32 pages, barriers, page = 0, phase = 0, full = 0;  // the page that is read next, its phase, the page to fill next
+  int item, end, chunk = 0;                            // what is copied next
+  const u8* from = nullptr;
+  u64 policy = read_once_policy();
 
-  template <class Next>
-  DEV void start(u32 pages_at, u32 barriers_at, int chunks, int lane, Next next) {
-    pages = pages_at, barriers = barriers_at, total = chunks, taken = 0;
-    policy = read_once_policy();
-    if (lane == 0)
-      for (int i = 0; i < DEPTH && i < total; i++) fill(i, next);
+  DEV Ring(u32 pages_at, u32 barriers_at, int begin, int end_at)
+      : pages(pages_at), barriers(barriers_at), item(begin), end(end_at) {}
+  template <class Place>
+  DEV void fill(Place place) {  // by one lane
+    if (item == end) return;
+    if (chunk == 0) from = place(item);
+    barrier_expect(barriers + full * 8, BYTES);
+    copy_bulk(pages + full * BYTES, from, BYTES, barriers + full * 8, policy);
+    from += BYTES;
+    full = full + 1 == DEPTH ? 0 : full + 1;
+    if (++chunk == CHUNKS) chunk = 0, item++;
   }
-  template <class Next>
-  DEV void fill(int chunk, Next next) {
-    const int page = chunk % DEPTH;
-    barrier_expect(barriers + page * 8, BYTES);
-    copy_bulk(pages + page * BYTES, next(chunk), BYTES, barriers + page * 8, policy);
+  template <class Place>
+  DEV void start(int lane, Place place) {
+    if (lane == 0)
+      for (int i = 0; i < DEPTH; i++) fill(place);
   }
   // Waits for the next chunk; false: it never came.
   DEV bool wait(u32 limit) {
-    const u32 barrier = barriers + taken % DEPTH * 8, phase = taken / DEPTH % 2;
     u32 polls = 0;
-    while (!barrier_done(barrier, phase))
+    while (!barrier_done(barriers + page * 8, phase))
       if (++polls > limit) return false;
     return true;
   }
-  DEV u32 page() { return pages + taken % DEPTH * BYTES; }
+  DEV u32 address() { return pages + page * BYTES; }
   // Gives the page back. What was loaded from it has been used by a matrix instruction, so all loads have returned.
-  template <class Next>
-  DEV void release(int lane, Next next) {
+  template <class Place>
+  DEV void release(int lane, Place place) {
     __syncwarp();
-    if (lane == 0 && taken + DEPTH < total) fill(taken + DEPTH, next);
-    taken++;
+    if (lane == 0) fill(place);
+    page = page + 1 == DEPTH ? 0 : page + 1;
+    phase ^= page == 0;
   }
 };
-DEV uint2 load_shared_pair(u32 address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  return v;
-}
 DEV u32 load_shared_word(u32 address) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-// Multiplies the pairs of one chunk; group(i) gives the activations and row scales of the i-th pair's two groups.
-template <int CHUNK_PAIRS, class Activation, class Scale>
-DEV void multiply_chunk(float (&sum)[4], u32 page, int lane, Activation activation, Scale scale) {
+// Multiplies the pairs of one chunk by the rows at `rows`, 512 bytes a group.
+template <int CHUNK_PAIRS>
+DEV void multiply_chunk(float (&sum)[4], u32 page, u32 rows, int lane) {
   const u32 scales = page + CHUNK_PAIRS * PAIR_BYTES + lane / 4 * 4;
 #pragma unroll
   for (int i = 0; i < CHUNK_PAIRS; i++) {
     const uint4 w = load_shared(page + i * PAIR_BYTES + lane * 16);
     const u32 s = load_shared_word(scales + i * PAIR_SCALES);
-    add_group(sum, make_uint2(w.x, w.y), s & 255, s >> 8 & 255, activation(2 * i), scale(2 * i));
-    add_group(sum, make_uint2(w.z, w.w), s >> 16 & 255, s >> 24, activation(2 * i + 1), scale(2 * i + 1));
+    add_group(sum, make_uint2(w.x, w.y), s & 255, s >> 8 & 255, load_shared(rows + 2 * i * 512 + lane * 16));
+    add_group(sum, make_uint2(w.z, w.w), s >> 16 & 255, s >> 24, load_shared(rows + (2 * i + 1) * 512 + lane * 16));
   }
 }

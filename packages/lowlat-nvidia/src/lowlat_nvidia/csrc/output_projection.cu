@@ -4,8 +4,9 @@
 // A word is two bfloat16 and the step's tag, stored at once into every rank's inbox (unicast stores): a consumer starts on
 // a value as soon as its tag matches, so there are no flags and no separate sending. Two halves of the inbox alternate:
 // a rank that is a step ahead cannot overwrite what another has not read, because it needs that one's words to go on.
-#include "experts.cuh"
+#include "quantised.cuh"
 
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int PROJECT_PAIRS = INPUTS / (64 * WARPS);  // pairs of groups of a warp
 constexpr int TILE_OUTPUTS = 8, TILES = HIDDEN / TILE_OUTPUTS;
 constexpr int TILE_BYTES = INPUTS * TILE_OUTPUTS;
@@ -64,31 +65,55 @@ DEV void give_up(const Output& p, int stage) {
     if (r != p.rank && !load_system_word(p.errors[r])) store_system_word(p.errors[r], told);
 }
 
-// This warp's share of the rows as FP8: row g, inputs 8q .. 8q + 7 of each group; scales of all rows to `scales`.
-DEV void quantise_input(const Output& p, int warp, int lane, uint2 (&x)[PROJECT_PAIRS * 2], float (*scales)[MAX_ROWS]) {
+// Four e4m3 as two pairs of float16 of 2^-8 of their values: the bytes 1 and 3 of `w`, then 0 and 2.
+constexpr float FP8_TO_HALF = 256.f;
+DEV void fp8_to_half(u32 w, u32& a, u32& b) {
+  constexpr u32 SIGNS = 0x80008000u, REST = 0x3f803f80u;
+  a = (w & SIGNS) | ((w >> 1) & REST);
+  b = ((w << 8) & SIGNS) | ((w << 7) & REST);
+}
+DEV void add_group(float (&sum)[2], u32 w0, u32 w1, float scale, uint4 x) {
+  u32 a0, a1, a2, a3;
+  fp8_to_half(w0, a0, a1);
+  fp8_to_half(w1, a2, a3);
+  float d[4] = {0, 0, 0, 0};
+  mma_half(d, a0, 0, a1, 0, x.x, x.y);
+  mma_half(d, a2, 0, a3, 0, x.z, x.w);
+  sum[0] += d[0] * scale;
+  sum[1] += d[1] * scale;
+}
+
+// This warp's share of the rows: row g, inputs 8q .. 8q + 7 of each group, in units of the share's largest scale.
+DEV void quantise_input(const Output& p, int warp, int lane, uint4 (&x)[PROJECT_PAIRS * 2], float* units) {
   const int g = lane / 4, q = lane % 4;
+  float scales[PROJECT_PAIRS * 2], unit = 0;
+  auto load = [&](int i, float(&v)[8]) {
+    uint4 w = make_uint4(0, 0, 0, 0);
+    if (g < p.rows)
+      w = *(const uint4*)(p.input + ((long long)g * INPUTS + (warp * PROJECT_PAIRS * 2 + i) * GROUP + q * 8) * 2);
+    v[0] = bf_low(w.x), v[1] = bf_high(w.x), v[2] = bf_low(w.y), v[3] = bf_high(w.y);
+    v[4] = bf_low(w.z), v[5] = bf_high(w.z), v[6] = bf_low(w.w), v[7] = bf_high(w.w);
+  };
 #pragma unroll
   for (int i = 0; i < PROJECT_PAIRS * 2; i++) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (g < p.rows)
-      v = *(const uint4*)(p.input + ((long long)g * INPUTS + (warp * PROJECT_PAIRS * 2 + i) * GROUP + q * 8) * 2);
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-    float largest = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) largest = fmaxf(largest, fmaxf(fabsf(bf_low(words[k])), fabsf(bf_high(words[k]))));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float scale = group_scale(largest), inverse = 1.f / scale;  // exact: a power of two
-    x[i] = make_uint2(to_fp8(bf_low(v.x) * inverse, bf_high(v.x) * inverse, bf_low(v.y) * inverse, bf_high(v.y) * inverse),
-                      to_fp8(bf_low(v.z) * inverse, bf_high(v.z) * inverse, bf_low(v.w) * inverse, bf_high(v.w) * inverse));
-    if (q == 0) scales[i][g] = scale;
+    float v[8];
+    load(i, v);
+    scales[i] = group_scale(group_largest(v));
+    unit = fmaxf(unit, scales[i]);
   }
+#pragma unroll
+  for (int i = 0; i < PROJECT_PAIRS * 2; i++) {
+    float v[8];
+    load(i, v);
+    x[i] = quantised_half(v, scales[i], unit);
+  }
+  if (q == 0) units[g] = unit;
   __syncwarp();
 }
 
 struct ProjectShared {
   alignas(16) float parts[2][WARPS][TILE_OUTPUTS * MAX_ROWS];
-  float scales[WARPS][PROJECT_PAIRS * 2][MAX_ROWS];
+  float units[WARPS][MAX_ROWS];
   u64 barriers[BLOCK_TILES];
   u32 epoch;
 };
@@ -113,8 +138,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
   wait_for_earlier_kernel();
   if (thread == 0) s.epoch = ++p.epochs[blockIdx.x];
   let_next_kernel_start();
-  uint2 x[PROJECT_PAIRS * 2];
-  quantise_input(p, warp, lane, x, s.scales[warp]);
+  uint4 x[PROJECT_PAIRS * 2];
+  quantise_input(p, warp, lane, x, s.units[warp]);
+  const float2 units = *(const float2*)&s.units[warp][lane % 4 * 2];
   __syncthreads();
 #pragma unroll 1
   for (int tile = begin; tile < end; tile++) {
@@ -131,18 +157,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
 #pragma unroll
     for (int i = 0; i < PROJECT_PAIRS; i++) {
       const uint4 w = load_shared(page + i * 512);
-      float d[4], e[4];
-      mma_fp8(d, w.x, w.y, 0, 0, x[2 * i]);
-      mma_fp8(e, w.z, w.w, 0, 0, x[2 * i + 1]);
-      const float2 a = *(const float2*)&s.scales[warp][2 * i][lane % 4 * 2];
-      const float2 b = *(const float2*)&s.scales[warp][2 * i + 1][lane % 4 * 2];
-      const float u = __ldg(block + 2 * i), v = __ldg(block + 2 * i + 1);
-      sum[0] += d[0] * (u * a.x);
-      sum[1] += d[1] * (u * a.y);
-      sum[0] += e[0] * (v * b.x);
-      sum[1] += e[1] * (v * b.y);
+      add_group(sum, w.x, w.y, __ldg(block + 2 * i), x[2 * i]);
+      add_group(sum, w.z, w.w, __ldg(block + 2 * i + 1), x[2 * i + 1]);
     }
-    *(float2*)(s.parts[tile % 2][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2) = make_float2(sum[0], sum[1]);
+    *(float2*)(s.parts[tile % 2][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2) =
+        make_float2(sum[0] * (units.x * FP8_TO_HALF), sum[1] * (units.y * FP8_TO_HALF));
     __syncthreads();
     if (thread < TILE_OUTPUTS * MAX_ROWS) {
       const int row = thread / TILE_OUTPUTS, n = thread % TILE_OUTPUTS;

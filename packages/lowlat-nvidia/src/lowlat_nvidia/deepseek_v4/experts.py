@@ -10,12 +10,11 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, THREADS, WARPS, ExpertsPlan
+from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, TEAM, THREADS, ExpertsPlan
 from lowlat_nvidia.deepseek_v4.experts_reference import ExpertWeights
 from lowlat_nvidia.jit import Function, compile_cubin
 
 DEFAULT_SPIN_LIMIT = 4_000_000
-QUANTISING_BLOCKS = 36
 _STAGES = {1: "gate and up", 2: "down"}
 
 
@@ -28,8 +27,8 @@ class _Params(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "hidden", "gate", "bias", "first", "second", "logits", "quantised", "scales", "inner", "parts",
-                "chosen", "weights", "out", "listed", "error",
+                "hidden", "gate", "bias", "first", "second", "logits", "inner", "parts", "chosen", "weights", "out",
+                "listed", "error",
             )
         ),
         ("rows", ctypes.c_int),
@@ -42,15 +41,30 @@ def _codes(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
+# Bits of a code (sign, exponent and mantissa) in the 16 bits that hold the codes of four inputs, for pairs 0 to 3.
+_SIGN_BITS, _REST_BITS = (15, 12, 14, 13), (9, 6, 3, 0)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Eight codes along the last axis as four bytes [..., 4], their bits where `fp4_to_half` finds them."""
+    halves = []
+    for odd in (0, 1):
+        word = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+        for pair, (sign, rest) in enumerate(zip(_SIGN_BITS, _REST_BITS, strict=True)):
+            code = codes[..., 2 * pair + odd].int()
+            word |= (code >> 3) << sign | (code & 7) << rest
+        halves += [(word & 255).to(torch.uint8), (word >> 8).to(torch.uint8)]
+    return torch.stack(halves, -1)
+
+
 def _pack(codes: Tensor, scales: Tensor, warps: int, pairs: int, chunk: int) -> Tensor:
     """[tiles, 2 halves, 8, inputs] codes and [..., inputs / 32] scales to the bytes in the order that lanes read.
 
-    For each tile, warp and chunk of `chunk` pairs: 512 bytes a pair, lane (g, q) having of both groups 4 bytes of row g
-    and 4 of row g + 8, low halves for inputs 8 q + j and high ones for 8 q + 4 + j; then 32 bytes of scales a pair.
+    For each tile, warp and chunk of `chunk` pairs of groups: 512 bytes a pair, lane (g, q) having of both groups the
+    word of inputs 8 q to 8 q + 7 of row g and the word of row g + 8; then 32 bytes of scales a pair.
     """
     tiles = codes.shape[0]
-    parts = codes.view(tiles, 2, 8, warps, pairs, 2, 4, 2, 4)
-    data = parts[..., 0, :] | (parts[..., 1, :] << 4)  # tile, half, g, warp, pair, group, q, j
+    data = _words(codes.view(tiles, 2, 8, warps, pairs, 2, 4, 8))  # tile, half, g, warp, pair, group, q, byte
     data = data.permute(0, 3, 4, 2, 6, 5, 1, 7).reshape(tiles, warps, pairs // chunk, chunk * 512)
     factors = scales.view(tiles, 2, 8, warps, pairs, 2).permute(0, 3, 4, 2, 5, 1)
     factors = factors.reshape(tiles, warps, pairs // chunk, chunk * 32)
@@ -63,7 +77,7 @@ def pack_first(plan: ExpertsPlan, weights: ExpertWeights, number: int) -> Tensor
     scales = torch.stack((weights.w1_scale[number], weights.w3_scale[number]))
     tiled = both.view(2, plan.inner // 8, 8, plan.hidden).transpose(0, 1).contiguous()
     tiled_scales = scales.view(2, plan.inner // 8, 8, plan.hidden // GROUP).transpose(0, 1).contiguous()
-    return _pack(tiled, tiled_scales, WARPS, plan.first_pairs, plan.definitions()["FIRST_CHUNK"])
+    return _pack(tiled, tiled_scales, TEAM, plan.first_pairs, plan.definitions()["FIRST_CHUNK"])
 
 
 def pack_second(plan: ExpertsPlan, weights: ExpertWeights, number: int) -> Tensor:
@@ -97,8 +111,6 @@ class RoutedExperts:
             return torch.zeros(size, dtype=torch.float32, device=device)
 
         self.logits_RE = floats(MAX_ROWS, plan.experts)
-        self.quantised = torch.zeros(MAX_ROWS, plan.hidden, dtype=torch.uint8, device=device)
-        self.scales = floats(plan.hidden // GROUP, MAX_ROWS)
         self.inner = floats(MAX_ROWS * plan.top, MAX_ROWS, plan.inner)
         self.parts = floats(MAX_ROWS, plan.top, plan.hidden)
         self.chosen_RT = torch.zeros(MAX_ROWS, plan.top, dtype=torch.int32, device=device)
@@ -119,8 +131,8 @@ class RoutedExperts:
                 f"rows {tuple(x_RH.shape)} {x_RH.dtype}; at most {MAX_ROWS} of {self.plan.hidden} bfloat16"
             )
         tensors = (
-            x_RH, self.gate, self.bias, self.first, self.second, self.logits_RE, self.quantised, self.scales,
-            self.inner, self.parts, self.chosen_RT, self.weights_RT, self.out_RH,
+            x_RH, self.gate, self.bias, self.first, self.second, self.logits_RE, self.inner, self.parts,
+            self.chosen_RT, self.weights_RT, self.out_RH,
         )  # fmt: skip
         return _Params(
             *(tensor.data_ptr() for tensor in tensors), None if listed is None else listed.data_ptr(),
@@ -128,17 +140,16 @@ class RoutedExperts:
         )  # fmt: skip
 
     def route(self, parameters: _Params, stream: int) -> None:
-        """Router logits, and the rows as FP8."""
-        blocks = self.plan.experts // 4 + QUANTISING_BLOCKS
-        self._router.launch_early(blocks, self.plan.hidden // 16, parameters, stream, dependent=False)
+        """Router logits."""
+        self._router.launch_early(self.plan.experts // 4, self.plan.hidden // 16, parameters, stream, dependent=False)
 
     def first_products(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
         """Choice, and gate and up of all touched experts."""
-        self._first.launch_early(self.plan.blocks, THREADS, parameters, stream, dependent=early)
+        self._first.launch_early(self.plan.multiprocessors, THREADS, parameters, stream, dependent=early)
 
     def second_products(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
         """Down of all touched experts."""
-        self._second.launch_early(self.plan.blocks, THREADS, parameters, stream, dependent=early)
+        self._second.launch_early(self.plan.multiprocessors, THREADS, parameters, stream, dependent=early)
 
     def weighted_sum(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
         """Sum over a row's experts in the order of their choice."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WARPS = 8
+WARPS = 16
+TEAM = 8
+"""Warps that share a tile of the first products and split its inputs."""
 THREADS = 32 * WARPS
 MAX_ROWS = 8
 GROUP = 32
 """Inputs that share a scale."""
 PAIR_BYTES = 544
 """Two groups of 16 output rows: 512 bytes of weights, 32 of scales."""
-BLOCK_SHARED_BYTES = 115_000
-"""Two blocks share a multiprocessor of 227 KB."""
+BLOCK_SHARED_BYTES = 232_448
 
 
 class ExpertsPlanError(ValueError):
@@ -20,7 +21,7 @@ class ExpertsPlanError(ValueError):
 
 
 def _chunk(pairs: int) -> int:
-    return max(size for size in range(1, 6) if pairs % size == 0)
+    return max(size for size in range(1, 4) if pairs % size == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class ExpertsPlan:
     @property
     def first_pairs(self) -> int:
         """Pairs of groups of one warp in the first products, whose warps split the inputs."""
-        return self.hidden // (2 * GROUP * WARPS)
+        return self.hidden // (2 * GROUP * TEAM)
 
     @property
     def second_pairs(self) -> int:
@@ -60,33 +61,33 @@ class ExpertsPlan:
     @property
     def first_bytes(self) -> int:
         """Packed bytes of one expert's gate and up."""
-        return self.inner // 8 * WARPS * self.first_pairs * PAIR_BYTES
+        return self.inner // 8 * TEAM * self.first_pairs * PAIR_BYTES
 
     @property
     def second_bytes(self) -> int:
         """Packed bytes of one expert's down."""
         return self.hidden // 16 * self.second_pairs * PAIR_BYTES
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of the products."""
-        return 2 * self.multiprocessors
-
     def _depth(self, chunk: int, fixed: int) -> int:
-        return min(16, (BLOCK_SHARED_BYTES - fixed) // (WARPS * (chunk * PAIR_BYTES + 8)))
+        return min(16, (BLOCK_SHARED_BYTES - fixed - 128) // (WARPS * (chunk * PAIR_BYTES + 8)))
+
+    def _ring(self, fixed: int, depth: int) -> int:
+        return -(-(fixed + WARPS * depth * 8) // 128) * 128  # where the ring begins, behind all the rest
 
     def _choice_bytes(self) -> int:
         return 16 + 4 * self.experts + 12 * MAX_ROWS * self.top
 
     def _fixed_bytes(self) -> tuple[int, int]:
-        scales = 2 * GROUP // 32 * WARPS * MAX_ROWS * 4
-        first = self._choice_bytes() + 2 * WARPS * 16 * MAX_ROWS * 4 + scales * self.first_pairs
-        return first, self._choice_bytes() + scales * self.second_pairs
+        """Shared memory beside rings and barriers: rows as float16, scales, partial sums, the choice."""
+        row = 2 * MAX_ROWS + MAX_ROWS * 4 // GROUP
+        first = row * self.hidden + WARPS // TEAM * 2 * TEAM * 16 * MAX_ROWS * 4 + self._choice_bytes() + 64
+        return first, 2 * row * self.inner + self._choice_bytes() + 128
 
     def definitions(self) -> dict[str, int]:
         """Macros of the kernels."""
         first, second = _chunk(self.first_pairs), _chunk(self.second_pairs)
         fixed = self._fixed_bytes()
+        depths = self._depth(first, fixed[0]), self._depth(second, fixed[1])
         return {
             "HIDDEN": self.hidden,
             "INNER": self.inner,
@@ -94,15 +95,18 @@ class ExpertsPlan:
             "TOP": self.top,
             "LIMIT": self.limit,
             "FIRST_CHUNK": first,
-            "FIRST_DEPTH": self._depth(first, fixed[0]),
+            "FIRST_DEPTH": depths[0],
+            "FIRST_RING": self._ring(fixed[0], depths[0]),
             "SECOND_CHUNK": second,
-            "SECOND_DEPTH": self._depth(second, fixed[1]),
+            "SECOND_DEPTH": depths[1],
+            "SECOND_RING": self._ring(fixed[1], depths[1]),
         }
 
     def shared_bytes(self) -> tuple[int, int]:
         """Dynamic shared memory of a block of the first and of the second products."""
-        got, fixed = self.definitions(), self._fixed_bytes()
-        sizes = []
-        for name, rest in zip(("FIRST", "SECOND"), fixed, strict=True):
-            sizes.append(WARPS * got[f"{name}_DEPTH"] * (got[f"{name}_CHUNK"] * PAIR_BYTES + 8) + rest + 64)
-        return sizes[0], sizes[1]
+        got = self.definitions()
+        first, second = (
+            got[f"{name}_RING"] + WARPS * got[f"{name}_DEPTH"] * got[f"{name}_CHUNK"] * PAIR_BYTES
+            for name in ("FIRST", "SECOND")
+        )
+        return first, second
