@@ -63,7 +63,13 @@ class OutputPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a projection block."""
         tiles = self.block_tiles * (self.inputs * TILE_OUTPUTS + 8)
-        return tiles + 2 * WARPS * TILE_OUTPUTS * MAX_ROWS * 4 + WARPS * MAX_ROWS * 4 + 64
+        return (
+            tiles
+            + 2 * WARPS * TILE_OUTPUTS * MAX_ROWS * 4
+            + WARPS * MAX_ROWS * 4
+            + self.block_tiles * self.inputs // GROUP * 4
+            + 64
+        )
 
     @property
     def inbox_bytes(self) -> int:

@@ -140,8 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_first(const Par
 #pragma unroll
     for (int c = 0; c < FIRST_CHUNKS; c++) {
       if (!ring.wait(p.spin_limit)) *p.error = 1;
-      multiply_chunk<FIRST_CHUNK>(sum, ring.address(), rows + c * FIRST_CHUNK * 1024, lane);
-      ring.release(lane, place);
+      multiply_chunk<FIRST_CHUNK>(sum, ring, rows + c * FIRST_CHUNK * 1024, lane, p.zero, place);
     }
     float* to = s.parts[team][item % 2][part] + lane / 4 * MAX_ROWS + lane % 4 * 2;
     *(float2*)to = make_float2(sum[0], sum[1]);
@@ -235,8 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_second(const Pa
 #pragma unroll
     for (int c = 0; c < SECOND_CHUNKS; c++) {
       if (!ring.wait(p.spin_limit)) *p.error = 2;
-      multiply_chunk<SECOND_CHUNK>(sum, ring.address(), shared_address(s.rows[which][c * SECOND_CHUNK * 2]), lane);
-      ring.release(lane, place);
+      multiply_chunk<SECOND_CHUNK>(sum, ring, shared_address(s.rows[which][c * SECOND_CHUNK * 2]), lane, p.zero, place);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)

@@ -28,6 +28,7 @@ struct Params {
   int rows;
   float scaling;
   u32 spin_limit;
+  u32 zero;                // 0, which the compiler does not know
 };
 
 // Of the experts that any row chose: their numbers in ascending order; and what each row chose, best first.
@@ -149,11 +150,11 @@ struct Ring {
   DEV Ring(u32 pages_at, u32 barriers_at, int begin, int end_at)
       : pages(pages_at), barriers(barriers_at), item(begin), end(end_at) {}
   template <class Place>
-  DEV void fill(Place place) {  // by one lane
+  DEV void fill(Place place, u32 nothing = 0) {  // by one lane
     if (item == end) return;
     if (chunk == 0) from = place(item);
     barrier_expect(barriers + full * 8, BYTES);
-    copy_bulk(pages + full * BYTES, from, BYTES, barriers + full * 8, policy);
+    copy_bulk(pages + full * BYTES + nothing, from, BYTES, barriers + full * 8, policy);
     from += BYTES;
     full = full + 1 == DEPTH ? 0 : full + 1;
     if (++chunk == CHUNKS) chunk = 0, item++;
@@ -171,11 +172,12 @@ struct Ring {
     return true;
   }
   DEV u32 address() { return pages + page * BYTES; }
-  // Gives the page back. What was loaded from it has been used by a matrix instruction, so all loads have returned.
+  // Gives the page back. Loads return in their order: `nothing` is 0 and made from the last value loaded, so that the
+  // copy that fills the page again cannot overtake any of them.
   template <class Place>
-  DEV void release(int lane, Place place) {
+  DEV void release(int lane, u32 nothing, Place place) {
     __syncwarp();
-    if (lane == 0) fill(place);
+    if (lane == 0) fill(place, nothing);
     page = page + 1 == DEPTH ? 0 : page + 1;
     phase ^= page == 0;
   }
@@ -185,15 +187,25 @@ DEV u32 load_shared_word(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-// Multiplies the pairs of one chunk by the rows at `rows`, 512 bytes a group.
-template <int CHUNK_PAIRS>
-DEV void multiply_chunk(float (&sum)[4], u32 page, u32 rows, int lane) {
-  const u32 scales = page + CHUNK_PAIRS * PAIR_BYTES + lane / 4 * 4;
+// One chunk: its weights are loaded, its page is given back, then they are multiplied by the rows at `rows`, 512 bytes a
+// group.
+template <int CHUNK_PAIRS, class AnyRing, class Place>
+DEV void multiply_chunk(float (&sum)[4], AnyRing& ring, u32 rows, int lane, u32 zero, Place place) {
+  const u32 page = ring.address(), scales = page + CHUNK_PAIRS * PAIR_BYTES + lane / 4 * 4;
+  uint4 w[CHUNK_PAIRS], x[CHUNK_PAIRS * 2];
+  u32 s[CHUNK_PAIRS];
 #pragma unroll
   for (int i = 0; i < CHUNK_PAIRS; i++) {
-    const uint4 w = load_shared(page + i * PAIR_BYTES + lane * 16);
-    const u32 s = load_shared_word(scales + i * PAIR_SCALES);
-    add_group(sum, make_uint2(w.x, w.y), s & 255, s >> 8 & 255, load_shared(rows + 2 * i * 512 + lane * 16));
-    add_group(sum, make_uint2(w.z, w.w), s >> 16 & 255, s >> 24, load_shared(rows + (2 * i + 1) * 512 + lane * 16));
+    x[2 * i] = load_shared(rows + 2 * i * 512 + lane * 16);
+    x[2 * i + 1] = load_shared(rows + (2 * i + 1) * 512 + lane * 16);
+    s[i] = load_shared_word(scales + i * PAIR_SCALES);
+  }
+#pragma unroll
+  for (int i = 0; i < CHUNK_PAIRS; i++) w[i] = load_shared(page + i * PAIR_BYTES + lane * 16);
+  ring.release(lane, w[CHUNK_PAIRS - 1].w & zero, place);
+#pragma unroll
+  for (int i = 0; i < CHUNK_PAIRS; i++) {
+    add_group(sum, make_uint2(w[i].x, w[i].y), s[i] & 255, s[i] >> 8 & 255, x[2 * i]);
+    add_group(sum, make_uint2(w[i].z, w[i].w), s[i] >> 16 & 255, s[i] >> 24, x[2 * i + 1]);
   }
 }

@@ -114,6 +114,7 @@ DEV void quantise_input(const Output& p, int warp, int lane, uint4 (&x)[PROJECT_
 struct ProjectShared {
   alignas(16) float parts[2][WARPS][TILE_OUTPUTS * MAX_ROWS];
   float units[WARPS][MAX_ROWS];
+  float block_scales[BLOCK_TILES][INPUTS / GROUP];
   u64 barriers[BLOCK_TILES];
   u32 epoch;
 };
@@ -135,6 +136,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
                 barrier, policy);
     }
   }
+  for (int i = thread; i < (end - begin) * (INPUTS / GROUP); i += THREADS)
+    s.block_scales[i / (INPUTS / GROUP)][i % (INPUTS / GROUP)] =
+        p.block_scales[(begin + i / (INPUTS / GROUP)) / 4 * (INPUTS / GROUP) + i % (INPUTS / GROUP)];
   wait_for_earlier_kernel();
   if (thread == 0) s.epoch = ++p.epochs[blockIdx.x];
   let_next_kernel_start();
@@ -152,13 +156,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
         break;
       }
     const u32 page = shared_address(memory) + (tile - begin) * TILE_BYTES + warp * PROJECT_PAIRS * 512 + lane * 16;
-    const float* block = p.block_scales + tile / 4 * (INPUTS / GROUP) + warp * PROJECT_PAIRS * 2;
+    const float* block = s.block_scales[tile - begin] + warp * PROJECT_PAIRS * 2;
     float sum[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < PROJECT_PAIRS; i++) {
       const uint4 w = load_shared(page + i * 512);
-      add_group(sum, w.x, w.y, __ldg(block + 2 * i), x[2 * i]);
-      add_group(sum, w.z, w.w, __ldg(block + 2 * i + 1), x[2 * i + 1]);
+      add_group(sum, w.x, w.y, block[2 * i], x[2 * i]);
+      add_group(sum, w.z, w.w, block[2 * i + 1], x[2 * i + 1]);
     }
     *(float2*)(s.parts[tile % 2][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2) =
         make_float2(sum[0] * (units.x * FP8_TO_HALF), sum[1] * (units.y * FP8_TO_HALF));
@@ -192,17 +196,27 @@ extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const 
   }
 }
 
-// Waits for one pair of one rank; false: somebody gave up.
-DEV bool take(const Output& p, u32 epoch, int rank, int row, int pair, float& low, float& high) {
-  const u64* place = p.inboxes[p.rank] + inbox_place(p, epoch, rank, row, pair);
-  u64 word = load_system(place);
+// Adds a thread's two pairs of all ranks, in rank order; false: somebody gave up. All words are asked for at once.
+DEV bool take(const Output& p, u32 epoch, int row, int pair, float (&out)[4]) {
+  u64 words[MAX_RANKS][2];
+  const u64* inbox = p.inboxes[p.rank];
+#pragma unroll
+  for (int rank = 0; rank < MAX_RANKS; rank++)
+    if (rank < p.ranks)
+      for (int i = 0; i < 2; i++) words[rank][i] = load_system(inbox + inbox_place(p, epoch, rank, row, pair + i));
   u32 polls = 0;
-  while ((u32)(word >> 32) != epoch) {
-    if (++polls % 256 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]))) return false;
-    word = load_system(place);
-  }
-  low += bf_low((u32)word);
-  high += bf_high((u32)word);
+#pragma unroll
+  for (int rank = 0; rank < MAX_RANKS; rank++)
+    if (rank < p.ranks)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        while ((u32)(words[rank][i] >> 32) != epoch) {
+          if (++polls % 256 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]))) return false;
+          words[rank][i] = load_system(inbox + inbox_place(p, epoch, rank, row, pair + i));
+        }
+        out[2 * i] += bf_low((u32)words[rank][i]);
+        out[2 * i + 1] += bf_high((u32)words[rank][i]);
+      }
   return true;
 }
 DEV float sum_over_cluster(float x, float* mine, float* across) {
@@ -234,6 +248,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_T
   const int thread = threadIdx.x, row = blockIdx.x / CLUSTER;
   const int n = (blockIdx.x % CLUSTER * CONSUME_THREADS + thread) * 4;
   if (p.summed || p.partial) wait_for_earlier_kernel();  // else tags say what has come
+  let_next_kernel_start();
   if (thread == 0 && !p.summed) epoch = ++p.epochs[blockIdx.x];
   __syncthreads();
   if (row >= p.rows) {  // launched for all rows that there can be, so that every block counts every launch
@@ -259,10 +274,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_T
     const float4 v = *(const float4*)(p.summed + (long long)row * HIDDEN + n);
     out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
   } else {
-    bool well = true;
-    for (int rank = 0; rank < p.ranks && well; rank++)
-      well = take(p, epoch, rank, row, n / 2, out[0], out[1]) && take(p, epoch, rank, row, n / 2 + 1, out[2], out[3]);
-    if (!well) give_up(p, 2);
+    if (!take(p, epoch, row, n / 2, out)) give_up(p, 2);
   }
   if (p.sum_out) {
     *(float4*)(p.sum_out + (long long)row * HIDDEN + n) = make_float4(out[0], out[1], out[2], out[3]);

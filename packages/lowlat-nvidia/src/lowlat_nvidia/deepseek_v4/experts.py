@@ -34,6 +34,7 @@ class _Params(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("scaling", ctypes.c_float),
         ("spin_limit", ctypes.c_uint),
+        ("zero", ctypes.c_uint),
     )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ class RoutedExperts:
         )  # fmt: skip
         return _Params(
             *(tensor.data_ptr() for tensor in tensors), None if listed is None else listed.data_ptr(),
-            self.error.data_ptr(), rows, self.plan.scaling, self.spin_limit,
+            self.error.data_ptr(), rows, self.plan.scaling, self.spin_limit, 0,
         )  # fmt: skip
 
     def route(self, parameters: _Params, stream: int) -> None:
