@@ -438,6 +438,24 @@ def test_regions_of_a_real_step(name, tmp_path):
     assert all(path.stat().st_size > 1000 for path in paths)
 
 
+def test_regions_of_a_deepseek_with_its_draft():
+    with random_v41.make_v41("deepseek-v41-tiny", None, 0, draft=True) as folder:
+        shape = random_v41.v41_shape("deepseek-v41-tiny", None)
+        case = StepCase(shape=shape, context=20, dtype="float32", steps=8, model=folder, draft=True)
+        arm = build_region_arm("general", case)
+    assert "5 tokens of the model's draft checked in each step, one counted as right" in arm.note
+    times = regions.measure_regions("general", arm, 2)
+    counts = {region: len(spans) / 2 for region, spans in times.instances().items()}
+    assert counts == {
+        "layer": 6, "attention": 6, "experts": 6, "hyper-connections": 12, "engram": 2, "head": 1, "proposals": 1,
+        "other": 1,
+    }  # fmt: skip
+    assert arm._arm.runner._lengths == [20 + 8], "one token a step, and the second rewind is still to come"
+    arm.close()
+    with pytest.raises(ValueError, match="draft of deepseek-v41-tiny needs all of its 6 layers"):
+        random_v41.first_layers("deepseek-v41-tiny", 3, draft=True)
+
+
 def test_regions_that_do_not_add_up_are_refused():
     span = regions.Span("other", 0.0, 100.0, 0, 100.0)
     regions.check_sum(regions.RegionTimes("x", [98.0], [[span]]))

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, kernel_library
+from lowlat.bench.presets import DenseShape
 from lowlat.bench.region_recorder import Marks, RegionRecorder, Span
 from lowlat.bench.regions import RegionArm
 from lowlat_plugin import Part, StepInputs
@@ -103,21 +104,16 @@ class ClockedRunnerArm:
     def _mark(self) -> None:
         import lowlat.engine.runner as runner_module
 
-        model: Any = self._arm.runner.model
-        family: Any = __import__(type(model).__module__, fromlist=["paged_attention"])
-        wrap = self._recorder.wrap
-        wrap(runner_module, "sample_bursts", "sample")
+        runner: Any = self._arm.runner
+        self._recorder.wrap(runner_module, "sample_bursts", "sample")
+        if runner.speculation is not None:
+            self._recorder.wrap(runner.speculation, "guess", "proposals")
         if self._kernels is not None:
-            wrap(self._arm.low, "forward", KERNELS)
-            return
-        for layer in model.layers:
-            wrap(layer, "forward", "layer")
-            for owner, attribute, name in _projections(layer):
-                wrap(owner, attribute, name)
-            wrap(layer, "mlp", "mlp")
-        wrap(model, "head", "head")
-        if hasattr(family, "paged_attention"):
-            wrap(family, "paged_attention", "attention")
+            self._recorder.wrap(self._arm.low, "forward", KERNELS)
+        elif isinstance(self._case.shape, DenseShape):
+            mark_decoder(self._recorder, runner.model)
+        else:
+            mark_deepseek(self._recorder, runner.model.model)
 
     def _rewind_if_needed(self) -> None:
         """Keep the context within what its pages hold."""
@@ -156,6 +152,31 @@ def _projections(layer: Any) -> list[tuple[Any, str, str]]:
         for attribute, name in parts.items()
         if hasattr(owner, attribute)
     ]
+
+
+def mark_decoder(marks: Marks, model: Any) -> None:
+    """Mark the parts of a dense decoder's forward on the host."""
+    family: Any = __import__(type(model).__module__, fromlist=["paged_attention"])
+    for layer in model.layers:
+        marks.wrap(layer, "forward", "layer")
+        for owner, attribute, name in _projections(layer):
+            marks.wrap(owner, attribute, name)
+        marks.wrap(layer, "mlp", "mlp")
+    marks.wrap(model, "head", "head")
+    if hasattr(family, "paged_attention"):
+        marks.wrap(family, "paged_attention", "attention")
+
+
+def mark_deepseek(marks: Marks, model: Any) -> None:
+    """Mark the parts of a DeepSeek model's forward; `experts` is router, routed and shared experts."""
+    marks.wrap(model, "_layer", "layer")
+    marks.wrap(model, "head_logits", "head")
+    for layer in model.layers:
+        marks.wrap(layer.attention, "forward", "attention")
+        marks.wrap(layer.feed_forward, "forward", "experts")
+        marks.wrap(layer.streams, "mix", "hyper-connections")
+        if layer.engram is not None:
+            marks.wrap(layer.engram, "update", "engram")
 
 
 def mark_device_step(marks: Marks, runner: Any) -> None:

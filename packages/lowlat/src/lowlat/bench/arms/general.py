@@ -7,6 +7,7 @@ from collections import deque
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase
@@ -24,6 +25,8 @@ from lowlat.parallel.group import SingleRank
 
 _PAGE = 16
 _CHUNK = 512
+_WIDTH = 8
+"""Most rows of a request in a step with a draft."""
 _AHEAD = 2
 """Steps launched before the result of an earlier one is read, where the runner's state lives on the device."""
 
@@ -47,7 +50,7 @@ class GeneralArm:
     """
 
     def __init__(self, case: StepCase, kernels: str | None = None) -> None:
-        pages_each = pages_for(case.context + case.steps + _AHEAD + 2, _PAGE)
+        pages_each = pages_for(case.context + case.steps + _AHEAD + 2 + (_WIDTH if case.draft else 0), _PAGE)
         config = EngineConfig(
             model=case.model or case.shape.name,
             dtype=case.dtype,
@@ -61,6 +64,8 @@ class GeneralArm:
             threads=torch.get_num_threads(),
             low_latency="off" if kernels is None else "require",
             kernels=kernels,
+            spec="draft" if case.draft else "off",
+            spec_simulate_acceptance=1.0 if case.draft else None,
         )
         checkpoint: Any = (
             open_checkpoint(case.model) if case.model else RandomCheckpoint(case.dense, case.seed, case.device)
@@ -72,9 +77,12 @@ class GeneralArm:
             raise ArmUnavailableError(f"{what}: {error}") from error
         self.runner = parts.runner
         self.low = parts.kernels.low
+        self._sampling = msgspec.structs.replace(GREEDY, width=parts.width, end=pages_each * _PAGE)
         self.note = "model runner with sampling, without scheduler"
         if isinstance(self.runner, DeviceRunner):
             self.note += f", run ahead by {_AHEAD}"
+        if case.draft:
+            self.note += f", {parts.width - 1} tokens of the model's draft checked in each step, one counted as right"
         self.weight_bytes: int | None = None
         self._case = case
         self._step = 2
@@ -106,7 +114,7 @@ class GeneralArm:
         """Compute the context of every request, in chunks as the scheduler would."""
         pages_each = self._pages_each
         for slot in range(self._case.requests):
-            begins = [(slot, GREEDY)]
+            begins = [(slot, self._sampling)]
             owned = list(range(slot * pages_each, (slot + 1) * pages_each))
             pages = [(slot, 0, owned)]
             window = self._windows.begin([], 0) if self._windows is not None else None

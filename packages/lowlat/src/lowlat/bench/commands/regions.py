@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
 from typing import Annotated
@@ -18,6 +19,8 @@ Examples:
 
   lowlat bench regions --model llama-1b --device cuda --arms general,lowlat-nvidia --timeline llama-1b.png
 
+  lowlat bench regions --model deepseek-v41-tiny --draft --context 64      experts, hyper-connections, proposals
+
 Open the trace at ui.perfetto.dev. Each arm's step is measured with and without marks (on a GPU: records of a graph's
 kernels) in alternation; where the regions' sum is not within 3 % of the step without them, the command refuses.
 """
@@ -30,6 +33,10 @@ def regions(
     ] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
     arms: Annotated[str, typer.Option("--arms", help="general, torch-eager-graph, lowlat-NAME.")] = "general",
+    draft: Annotated[
+        bool,
+        typer.Option("--draft", help="With the model's own draft; one token a step is accepted by force."),
+    ] = False,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Requests in a step, one row each.")] = 1,
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens in each request's cache.")] = 1024,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
@@ -51,33 +58,48 @@ def regions(
         import torch
 
         from lowlat.bench.arms.base import StepCase
-        from lowlat.bench.presets import find_shape
+        from lowlat.bench.presets import V41_NAMES, find_shape
+        from lowlat.bench.random_v41 import make_v41, v41_shape
         from lowlat.bench.region_arms import build_region_arm
 
         if threads is not None:
             torch.set_num_threads(threads)
         place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        case = StepCase(
-            shape=find_shape(model, layers), requests=rows, context=context, device=place, model=model_folder,
-            dtype=dtype or ("float32" if place == "cpu" else "bfloat16"), steps=32,
-        )  # fmt: skip
-        words = () if model_folder else ("random",)
-        result = new_result(
-            slug("regions", case.shape.name, *words),
-            simulated=Simulated(weights=model_folder is None),
-            gpus=0 if place == "cpu" else 1,
-        )
-        measured = []
-        for name in filter(None, arms.split(",")):
-            say(f"building {name}")
-            arm = build_region_arm(name, case)
-            try:
-                times = measure.measure_regions(name, arm, instances, say)
-            finally:
-                arm.close()
-            measure.check_sum(times, arm.details)
-            measured.append(times)
-            result.rows += measure.region_rows(times, case, arm.note, arm.details)
+        v41 = model in V41_NAMES
+        if draft and not v41:
+            raise ValueError(f"--draft: {model} has no draft of its own; {' and '.join(V41_NAMES)} do")
+        random = model_folder is None
+        with contextlib.ExitStack() as stack:
+            if v41 and random:
+                say(f"writing {model} with random weights")
+                model_folder = stack.enter_context(make_v41(model, layers, 0, draft=draft))
+            case = StepCase(
+                shape=v41_shape(model, layers) if v41 else find_shape(model, layers), requests=rows, context=context,
+                device=place, model=model_folder, dtype=dtype or ("float32" if place == "cpu" else "bfloat16"),
+                steps=32, draft=draft,
+            )  # fmt: skip
+            result = new_result(
+                slug("regions", case.shape.name, *(("random",) if random else ())),
+                simulated=Simulated(weights=random, acceptance=draft),
+                gpus=0 if place == "cpu" else 1,
+            )
+            measured, refused = [], []
+            for name in filter(None, arms.split(",")):
+                say(f"building {name}")
+                arm = build_region_arm(name, case)
+                try:
+                    times = measure.measure_regions(name, arm, instances, say)
+                finally:
+                    arm.close()
+                try:
+                    measure.check_sum(times, arm.details)
+                except measure.RegionsRefusedError as error:
+                    refused.append(str(error))
+                    continue
+                measured.append(times)
+                result.rows += measure.region_rows(times, case, arm.note, arm.details)
+        if not measured:
+            raise RuntimeError("; ".join(refused))
         finish(result, as_json=as_json, save_it=save, folder=results)
         if perfetto is not None:
             perfetto.write_text(measure.perfetto(measured))
@@ -86,3 +108,5 @@ def regions(
             for path in measure.timeline(measured, timeline):
                 print(f"wrote {path}", file=sys.stderr)
         end_progress()
+        if refused:
+            raise RuntimeError("; ".join(refused))
