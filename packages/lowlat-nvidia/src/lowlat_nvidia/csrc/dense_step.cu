@@ -175,9 +175,6 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   float residual = 0.f;
   if (row < c.rows)
     residual = bf_low(((const unsigned short*)p.embedding)[(long)s.control.token[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
-#if ALONE
-  if (alone(p) && p.only_stage != 1 && row < c.rows) residual = p.residual[row * HIDDEN + block * BLOCK_HIDDEN + n];
-#endif
   if (runs(p, 1)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
   Ahead ahead = {0, 0};
   load_head_norms(c, first % LAYERS, ahead.norms);
@@ -196,6 +193,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
     if (runs(p, 3)) combine(c);
     stamp(c, layer, 4);
     recompute(c);
+    hold_residual(p, 2 * layer, row, block * BLOCK_HIDDEN + n, residual);
     if (runs(p, 4)) project_back<K_QDIM>(c, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
     stamp(c, layer, 6);
     recompute(c);
@@ -203,6 +201,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
     stamp(c, layer, 7);
     if (!alone(p)) clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
     recompute(c);
+    hold_residual(p, 2 * layer + 1, row, block * BLOCK_HIDDEN + n, residual);
     if (runs(p, 6)) project_back<K_INTER>(c, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
   }
   if (!alone(p)) clear_layer(c, other + (long)LAYERS * LAYER_WORDS, last_rows);

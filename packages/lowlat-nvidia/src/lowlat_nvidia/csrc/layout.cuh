@@ -66,7 +66,8 @@ struct Params {
   int only_stage, only_layer;   // -1: all of them
   int first_page, end_page;     // of each warp's weights
   u32 plant;                    // a word of the exchange, or STEP_WORDS and a logit's place, whose sign is turned
-  const float* residual;        // [rows, HIDDEN] before the stage
+  float* residuals;             // [LAYERS, 2, MAX_ROWS, HIDDEN] before the attention output and down: whole steps leave
+                                // theirs, a stage alone begins with them
 #endif
 };
 // A build for tests (ALONE) can run one stage of one layer on what the host has put into the exchange. In all other
@@ -79,6 +80,12 @@ DEV int end_layer(const Params& p) { return alone(p) && p.only_layer < LAYERS ? 
 DEV int first_page(const Params& p) { return p.first_page; }
 DEV int end_page(const Params& p) { return p.end_page; }
 DEV u32 planted(const Params& p, long place, u32 value) { return place == p.plant ? value ^ 0x80000000u : value; }
+DEV void hold_residual(const Params& p, int index, int row, int n, float& residual) {
+  float* at = p.residuals + ((long)index * MAX_ROWS + row) * HIDDEN + n;
+  if (row >= p.rows) return;
+  if (alone(p)) residual = *at;
+  else *at = residual;
+}
 #else
 DEV bool alone(const Params&) { return false; }
 DEV bool runs(const Params&, int) { return true; }
@@ -87,4 +94,5 @@ DEV int end_layer(const Params&) { return LAYERS; }
 DEV int first_page(const Params&) { return 0; }
 DEV int end_page(const Params&) { return STREAM_PAGES; }
 DEV u32 planted(const Params&, long, u32 value) { return value; }
+DEV void hold_residual(const Params&, int, int, int, float&) {}
 #endif
