@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, SlotSampling, StepPlan, decode_plan, encode_plan
+from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan, decode_plan, encode_plan, stand_in
 from lowlat.parallel.ring import RECORDS, PlanRing, RingError
 
 LIMITS = PlanLimits(max_batch=5, max_rows=37, max_pages=11, max_window_pages=4)
@@ -56,7 +56,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
 def for_other_ranks(plan: StepPlan) -> StepPlan:
     """What a rank that neither samples nor scores learns of a plan."""
     chunks = [msgspec.structs.replace(chunk, targets=[-1] * len(chunk.targets), logprobs=0) for chunk in plan.chunks]
-    return msgspec.structs.replace(plan, begins=[(slot, GREEDY) for slot, _ in plan.begins], chunks=chunks)
+    begins = [(slot, stand_in(sampling.kind)) for slot, sampling in plan.begins]
+    assert [setting.kind for _, setting in begins] == [setting.kind for _, setting in plan.begins]
+    return msgspec.structs.replace(plan, begins=begins, chunks=chunks)
 
 
 @settings(deadline=None)

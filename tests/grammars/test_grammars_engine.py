@@ -165,7 +165,7 @@ def test_state_on_the_device_gives_way_to_a_grammar(
 ):
     runners: list[Any] = []
     original = build.prepare
-    monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
+    monkeypatch.setattr(build, "select", lambda device, rank: KeepingPlatform())
     monkeypatch.setattr(build, "prepare", lambda runner, *rest: runners.append(runner) or original(runner, *rest))
     with Engine(model=str(byte_folder), **SETTINGS) as engine:
         assert crowd(engine) == alone

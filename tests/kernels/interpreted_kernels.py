@@ -224,27 +224,54 @@ class Spy:
 
 @pytest.mark.parametrize(("ranks", "rows", "width"), [(2, 3, 48), (4, 1, 70)])
 def test_pushed_reductions(ranks, rows, width):
-    """Ranks one after another: the first runs push, and all but the last wait in vain and say so; the second run of
-    each finds everybody's words. Sums are exact here, so they must be the same bits as PyTorch's."""
-    from lowlat.layers.triton.push_reduce import inbox_words, push_reduce_norm
+    """Ranks one after another: the first runs push, and all but the last miss words and say so; the second run of each
+    finds everybody's words. Sums are exact here, so they must be the same bits as PyTorch's."""
+    from lowlat.layers.triton.push_reduce import memory_bytes, push_reduce_norm
 
-    inboxes = [torch.zeros(inbox_words(ranks, rows + 1, width), dtype=torch.int64) for _ in range(ranks)]
-    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    memories = [torch.zeros(memory_bytes(ranks, rows + 1, width), dtype=torch.uint8) for _ in range(ranks)]
+    addresses = torch.tensor([memory.data_ptr() for memory in memories])
     weight = torch.randn(width).bfloat16()
     for call in range(3):
         parts = [torch.randint(-64, 65, (rows, width)).bfloat16() / 8 for _ in range(ranks)]
         residual = torch.randn(rows, width).bfloat16()
         total = sum(part.float() for part in parts).bfloat16() + residual
         expected = F.rms_norm(total.float(), (width,), weight.float(), 1e-5).bfloat16()
-        errors = []
+        alarms = []
         for rank in [*range(ranks), *range(ranks)]:
-            error, stream = torch.zeros(1, dtype=torch.int32), residual.clone()
+            alarm, stream = torch.zeros(1, dtype=torch.int32), residual.clone()
+            tags = torch.full((rows + 1,), 5 + call, dtype=torch.int32)
             out = push_reduce_norm(
-                parts[rank], stream, weight, 1e-5, inboxes=addresses, tag=torch.tensor([5], dtype=torch.int32),
-                offset=call, error=error, rank=rank, rows=rows + 1, spins=2, plain=True,
+                parts[rank], stream, weight, 1e-5, memories=addresses, tags=tags, alarm=alarm, rank=rank,
+                deadline_s=1.0, plain=True,
             )  # fmt: skip
-            errors.append(int(error))
-            if len(errors) >= ranks:
+            alarms.append(int(alarm))
+            assert tags.tolist() == [6 + call] * rows + [5 + call]
+            broken = [int(memory[:4].view(torch.int32)) for memory in memories]
+            assert broken == [int(alarm)] * ranks, "every rank hears of it"
+            for memory in memories:
+                memory[:4].zero_()
+            if len(alarms) < ranks:
+                assert out.isnan().all()
+            else:
                 assert torch.equal(stream, total)
                 torch.testing.assert_close(out.float(), expected.float(), rtol=0.01, atol=0.01)
-        assert errors == [5 + call] * (ranks - 1) + [0] * (ranks + 1)
+        assert alarms == [6 + call] * (ranks - 1) + [0] * (ranks + 1)
+
+
+def test_nobody_waits_after_a_miss():
+    """Where a memory's first word says that a rank was lost, results are NaN though all words are there."""
+    from lowlat.layers.triton.push_reduce import memory_bytes, push_reduce_norm
+
+    memories = [torch.zeros(memory_bytes(2, 1, 8), dtype=torch.uint8) for _ in range(2)]
+    memories[0][:4].view(torch.int32).fill_(3)
+    addresses = torch.tensor([memory.data_ptr() for memory in memories])
+    ones = torch.ones(1, 8).bfloat16()
+    for rank in (1, 0):
+        alarm = torch.zeros(1, dtype=torch.int32)
+        out = push_reduce_norm(
+            ones, ones.clone(), ones[0], 1e-5, memories=addresses, tags=torch.zeros(1, dtype=torch.int32), alarm=alarm,
+            rank=rank, deadline_s=1.0, plain=True,
+        )  # fmt: skip
+    assert int(alarm) == 1
+    assert out.isnan().all()
+    assert int(memories[1][:4].view(torch.int32)) == 1

@@ -209,10 +209,10 @@ def test_pushed_reduction_fits_and_keeps_words_whole(ranks, width, tmp_path):
     data."""
     from lowlat.layers.triton import push_reduce
 
-    block = triton.next_power_of_2(width // 2)
-    types = dict.fromkeys(["x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "tag_ptr", "error_ptr"], "*i32")
-    types |= {"inboxes_ptr": "*i64", "width": "i32", "eps": "fp32", "offset": "i32"}
-    constants = {"RANK": 1, "RANKS": ranks, "ROWS": 8, "BLOCK": block, "SPINS": push_reduce.SPINS, "PLAIN": False}
+    block, rows, rank = push_reduce.block_words(width), 8, ranks - 1
+    types = dict.fromkeys(["x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "tags_ptr", "alarm_ptr"], "*i32")
+    types |= {"memories_ptr": "*i64", "eps": "fp32", "deadline_ns": "i64"}
+    constants = push_reduce.constants(width, ranks, rank, rows, plain=False)
     warps = push_reduce.push_warps(block)
     kernel = compiled(push_reduce.push_reduce_norm_kernel, "sm_90", types, constants, num_warps=warps)
     registers, spilled, shared = resources(kernel, "sm_90", tmp_path)
@@ -221,5 +221,6 @@ def test_pushed_reduction_fits_and_keeps_words_whole(ranks, width, tmp_path):
     assert shared <= 16 * 1024
     text = kernel.asm["ptx"]
     words_each = block // (32 * warps)
-    assert text.count("st.relaxed.sys.global.b64") == ranks * words_each
-    assert text.count("ld.relaxed.sys.global.b64") == 2 * ranks * words_each
+    assert text.count("st.relaxed.sys.global.b64") == (ranks - 1) * words_each
+    assert text.count("ld.relaxed.sys.global.b64") == (ranks - 1) * words_each
+    assert "multimem" not in text

@@ -46,7 +46,7 @@ def test_the_whole_engine_answers_as_on_a_cpu(monkeypatch, caplog, tmp_path):
     with Engine(EngineConfig(**settings)) as engine:
         expected = [engine.generate(prompt, one).token_ids for one in sampling]
     runners = []
-    monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
+    monkeypatch.setattr(build, "select", lambda device, rank: KeepingPlatform())
     original = build.prepare
     monkeypatch.setattr(build, "prepare", lambda runner, size: runners.append(runner) or original(runner, size))
     with Engine(EngineConfig(**settings)) as engine:
@@ -59,9 +59,3 @@ def test_the_whole_engine_answers_as_on_a_cpu(monkeypatch, caplog, tmp_path):
         assert engine.generate(prompt, sampling[0]).token_ids == expected[0]
     assert len(runners) == 1
     assert "guesses are made and checked there" in caplog.text
-
-
-def test_several_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
-    with pytest.raises(build.SetupError, match="several GPUs do not work yet"):
-        build.build_rank(EngineConfig(tensor_parallel=2), None, None, lambda *_: None)  # type: ignore[arg-type]

@@ -19,6 +19,8 @@ _HEADER = 10
 _CHUNK_WORDS = 8
 _SAMPLES, _SCORES = 1, 2
 _LONGEST_HISTORY = 8
+# Below this a temperature means greedy: dividing by it could overflow, and one token has all the mass anyway.
+MIN_TEMPERATURE = 1e-5
 
 
 class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +42,7 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> int:
         """32-bit words of a record."""
-        begins = self.max_batch
+        begins = 2 * self.max_batch
         pages = 2 * self.max_batch * 3 + self.page_budget
         # Tokens, pieces of items and rows to read are at most one a row.
         chunks = self.max_batch * _CHUNK_WORDS + 3 * self.max_rows
@@ -51,7 +53,10 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotSampling(msgspec.Struct, frozen=True):
-    """Sampling settings of a request, as rank 0 keeps them for its slot. See `SamplingParams` for their meaning."""
+    """Sampling settings of a request, as rank 0 keeps them for its slot. See `SamplingParams` for their meaning.
+
+    Other ranks have a stand-in: settings of the same `kind`, which need the same work in a step.
+    """
 
     temperature: float
     top_k: int
@@ -79,7 +84,39 @@ class SlotSampling(msgspec.Struct, frozen=True):
     keep_going: bool = False
     """An end-of-sequence token must not be chosen while the grammar allows another one."""
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether something changes logits before a token is chosen."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or self.logit_bias or self.banned or self.grammar)
 
+    @property
+    def kind(self) -> int:
+        """What a step must do for these settings, as one word: see `stand_in`."""
+        draws = self.temperature >= MIN_TEMPERATURE
+        filters = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        flags = (draws, filters, self.has_rules, self.grammar is not None)
+        return sum(flag << bit for bit, flag in enumerate(flags)) | (self.logprobs + 1) << len(flags)
+
+
+def stand_in(kind: int) -> SlotSampling:
+    """Settings of a kind, for a rank that does not choose: only their kind means something."""
+    return SlotSampling(
+        temperature=float(kind & 1),
+        top_k=kind >> 1 & 1,
+        top_p=1.0,
+        seed=0,
+        logprobs=(kind >> 4) - 1,
+        banned=(0,) if kind & 4 else (),
+        grammar=_ELSEWHERE if kind & 8 else None,
+    )
+
+
+class _Elsewhere:
+    """Takes the place of a grammar's process, which rank 0 alone talks to."""
+
+
+_ELSEWHERE = GrammarLine(_Elsewhere(), (), ())  # type: ignore[arg-type]
 GREEDY = SlotSampling(0.0, 0, 1.0, 0, -1)
 _NO_ITEMS = ItemRows(0, 0, [])
 
@@ -148,11 +185,11 @@ class StepPlan(msgspec.Struct):
 def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] | None) -> None:
     """Write what ranks other than 0 need of `plan` into `record` (int32 words of one `PlanLimits`).
 
-    Rank 0 samples and scores for all, so sampling settings, targets and labels stay with it.
+    Rank 0 samples and scores for all, so sampling settings but their kind, targets and labels stay with it.
     `previous_decodes` are the decode slots of the plan written before: when they are the same they are not repeated.
     """
     same = previous_decodes == plan.decodes
-    words = [slot for slot, _ in plan.begins]
+    words = [word for slot, sampling in plan.begins for word in (slot, sampling.kind)]
     for slot, first, pages in plan.pages + plan.windows if plan.windows else plan.pages:
         words += (slot, first, len(pages))
         words += pages
@@ -188,15 +225,16 @@ def encode_plan(plan: StepPlan, record: np.ndarray, previous_decodes: list[int] 
 
 
 def decode_plan(record: np.ndarray, previous_decodes: list[int] | None) -> StepPlan:
-    """Read what `encode_plan` wrote; `previous_decodes` as there. Settings are greedy, targets are -1."""
+    """Read what `encode_plan` wrote; `previous_decodes` as there. Settings are stand-ins, targets are -1."""
     header = record[:_HEADER].tolist()
     step, begin_count, page_count, chunk_count, decode_count, same, general, copies = header[:8]
     window_count, replay_count = header[8:]
     position = _HEADER
     begins = []
     for _ in range(begin_count):
-        begins.append((int(record[position]), GREEDY))
-        position += 1
+        slot, kind = record[position : position + 2].tolist()
+        begins.append((slot, stand_in(kind)))
+        position += 2
     pages = []
     for _ in range(page_count + window_count):
         slot, first, count = record[position : position + 3].tolist()

@@ -34,7 +34,9 @@ from lowlat.engine.setup_error import SetupError as SetupError
 from lowlat.engine.speculation_setup import make_speculation, spec_width
 from lowlat.grammars.pool import GrammarLimits, GrammarPool
 from lowlat.models.base import BuildContext, Model, make_cache, prefill_rules
+from lowlat.models.config import UnsupportedModelError
 from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
+from lowlat.models.loading.errors import CheckpointError
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import Communicator, SingleRank
 from lowlat.platform import Platform, select
@@ -83,6 +85,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
         SetupError, CheckpointError, UnsupportedModelError: the configuration or the model cannot be used.
     """
     _check_sessions(config)
+    _platform(config, config.tensor_parallel - 1)
     checkpoint = open_checkpoint(config.model, progress=progress)
     group = RankGroup.start(config) if config.tensor_parallel > 1 else None
     try:
@@ -92,9 +95,14 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
         executor: Executor = make_executor(parts)
         if group is not None:
             executor = TensorParallelExecutor(executor, group, parts.limits)
-    except BaseException:
+    except BaseException as error:
+        failure = None
         if group is not None:
+            own = isinstance(error, SetupError | CheckpointError | UnsupportedModelError)
+            failure = None if own else group.failure(grace_s=2.0)
             group.close()
+        if failure is not None:
+            raise SetupError(failure) from error
         raise
     gate = _grammar_gate(config, checkpoint, parts.facts)
     core = EngineCore(scheduler, executor, run_ahead=config.run_ahead, low_latency=parts.kernels.low, grammars=gate)
@@ -144,12 +152,7 @@ def build_rank(
     config: EngineConfig, checkpoint: Checkpoint, communicator: Communicator, progress: Progress
 ) -> RankParts:
     """Build the part of the engine that every rank has, and run a first step through it."""
-    try:
-        platform = select(config.device)
-    except ValueError as error:
-        raise SetupError(str(error)) from error
-    if platform.keeps_state and config.tensor_parallel > 1:
-        raise SetupError(f"--tp {config.tensor_parallel} --device {platform.name}: several GPUs do not work yet; use 1")
+    platform = _platform(config, communicator.shard.rank)
     dtype = platform.default_dtype if config.dtype == "auto" else config.dtype
     threads = config.threads or _threads(config.tensor_parallel)
     platform.set_threads(threads)
@@ -248,6 +251,13 @@ def build_rank(
     return RankParts(
         runner, kernels, limits, facts, platform, threads, snapshots, sizes.windows(), width, rules, chunk_tokens
     )
+
+
+def _platform(config: EngineConfig, rank: int) -> Platform:
+    try:
+        return select(config.device, rank)
+    except ValueError as error:
+        raise SetupError(str(error)) from error
 
 
 def _check_sessions(config: EngineConfig) -> None:

@@ -15,9 +15,12 @@ from lowlat.engine.graphs import CudaGraphs, EagerBodies, StepBodies
 from lowlat.engine.runner import ModelRunner
 from lowlat.layers.device_reference import ReferenceOps
 from lowlat.layers.device_step import DeviceOps
+from lowlat.layers.row_sums import CommunicatorSums, RowSums
 from lowlat.models.base import Model
 from lowlat.models.decoder import Decoder
 from lowlat.models.device_decoder import DeviceDecoder
+from lowlat.parallel.group import Communicator
+from lowlat.parallel.peer_memory import PeerMemoryError
 from lowlat_plugin import LowLatency
 
 log = logging.getLogger("lowlat.engine")
@@ -45,7 +48,7 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
     assert isinstance(host.kv, KVPool)
     device = host.kv.keys[0].device
     ops, fused = device_ops(device)
-    device_model = DeviceDecoder(model, ops)
+    device_model = DeviceDecoder(model, ops, _row_sums(model, host.communicator, ops, fused=fused))
     bodies: StepBodies = EagerBodies()
     if device.type == "cpu":
         pass
@@ -70,11 +73,17 @@ def prepare(runner: DeviceRunner, chunk_tokens: int) -> int:
     log.info("%d graphs of steps captured in %.1f s", runner.bodies.captured, time.monotonic() - started)
     if not runner.bodies.captured:
         return chunk_tokens
-    longest = max(_LONGEST_STEP_S, 3 * runner.seconds(0))
-    while rows > _LEAST_CHUNK and runner.seconds(rows) * _ATTENTION > longest:
+    longest = max(_LONGEST_STEP_S, 3 * _seconds(runner, 0))
+    while rows > _LEAST_CHUNK and _seconds(runner, rows) * _ATTENTION > longest:
         chunk_tokens = rows = max(_LEAST_CHUNK, rows // 2)
     log.info("chunks of up to %d tokens", chunk_tokens)
     return chunk_tokens
+
+
+def _seconds(runner: DeviceRunner, rows: int) -> float:
+    """As rank 0 measures it: ranks must run the same steps, and what they run next depends on it."""
+    measured = torch.tensor([runner.seconds(rows)], dtype=torch.float64)
+    return float(runner.host.communicator.broadcast(measured))
 
 
 def use_kernels(runner: DeviceRunner, low: LowLatency) -> None:
@@ -94,6 +103,26 @@ def device_ops(device: torch.device) -> tuple[DeviceOps, bool]:
         return ReferenceOps(), False
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return TritonOps(processors, early_start=starts_early(device)), True
+
+
+def _row_sums(model: Decoder, communicator: Communicator, ops: DeviceOps, *, fused: bool) -> RowSums | None:
+    """How the ranks of a group join their rows: by pushes where GPUs see each other's memory."""
+    if communicator.shard.size == 1:
+        return None
+    sums = CommunicatorSums(communicator, ops)
+    if not fused:
+        return sums
+    from lowlat.layers.push_sums import PushSums
+    from lowlat.layers.triton.early import starts_early
+
+    width, dtype, device = model.embedding_VH.shape[1], model.embedding_VH.dtype, model.embedding_VH.device
+    try:
+        pushes = PushSums(communicator, sums, width, dtype, device, early_start=starts_early(device))
+    except PeerMemoryError as error:
+        log.warning("ranks sum all rows by NCCL: %s", error)
+        return sums
+    log.info("ranks sum up to %d rows by pushes into each other's memory, more by NCCL", pushes.rows)
+    return pushes
 
 
 def _host_only(model: Model, width: int) -> str | None:

@@ -22,17 +22,17 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.cache.layout import KVPool
-from lowlat.engine.batch import GREEDY, PlanLimits, SlotSampling, StepPlan
+from lowlat.engine.batch import GREEDY, MIN_TEMPERATURE, PlanLimits, SlotSampling, StepPlan
+from lowlat.engine.device_choice import GroupChoice
 from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, label_logprobs
 from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import LabelReads, PendingStep
-from lowlat.engine.device_sampler import Samples, SamplingMode, choose
+from lowlat.engine.device_sampler import Samples, SamplingMode
 from lowlat.engine.device_state import DeviceState, to_device
 from lowlat.engine.executor import ExecutorError, StepResult
 from lowlat.engine.graphs import Body, StepBodies
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.runner import ModelRunner
-from lowlat.engine.sampler import MIN_TEMPERATURE
 from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.models.device_decoder import DeviceDecoder
 from lowlat_plugin import LowLatency, StepFailed
@@ -75,6 +75,7 @@ class DeviceRunner:
         """Steps that the host ran, by the reason."""
         self.kernels: DeviceKernels | None = None
         """Where a kernel library computes decode steps: set by `use_kernels`."""
+        self._choice = GroupChoice(model, host.communicator)
         self._most = limits.max_batch
         self._state = DeviceState(limits, layout, model.vocab_size, self.device)
         self._chunks = ChunkBodies(model, self.kv, self._state, bodies)
@@ -96,7 +97,7 @@ class DeviceRunner:
         """Queue a step. Slots' states advance at once, as far as the next launch is concerned."""
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
-            self._state.begin(slot, sampling, LogitRules.has(sampling))
+            self._state.begin(slot, sampling, LogitRules.has(sampling) and self.host.rank == 0)
         self._state.table.update(plan.pages)
         if self._state.window_table is not None:
             self._state.window_table.update(plan.windows)
@@ -292,16 +293,16 @@ class DeviceRunner:
             for places_B, table in zip(rows.places, tables, strict=True)
         ]
         steps[0].windowed = steps[1] if steps[1:] else None
-        logits_BV = self.model.forward(steps[0], self.kv)
-        return self._choose(logits_BV, slots_B, rows.after_B, mode)
+        columns_BC = self.model.columns(steps[0], self.kv)
+        return self._choose(columns_BC, slots_B, rows.after_B, mode)
 
     def _choose(
-        self, logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, mode: SamplingMode
+        self, columns_MC: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, mode: SamplingMode
     ) -> Samples:
         state = self._state
-        if mode == SamplingMode():
-            return Samples(self.model.ops.greedy(logits_MV, slots_M, state.tokens_T))
-        samples = choose(logits_MV, slots_M, positions_M, state, mode)
+        if mode == SamplingMode() and self.host.communicator.shard.size == 1:
+            return Samples(self.model.ops.greedy(self.model.whole(columns_MC), slots_M, state.tokens_T))
+        samples = self._choice.choose(columns_MC, slots_M, positions_M, state, mode)
         # A broken row's token is -1; the step after it must not look that up.
         tokens_M = samples.tokens_M.clamp(min=0)
         state.tokens_T.index_copy_(0, slots_M, tokens_M)
@@ -331,8 +332,9 @@ class DeviceRunner:
         self._state.lengths_T.index_copy_(0, touched_M, lengths_M)
         samples = None
         if sampled:
-            logits_MV = self.model.logits(states_RH.index_select(0, rows_M))
-            samples = self._choose(logits_MV, sampled_M, after_M, self._mode(sampled))
+            samples = self._choose(
+                self.model.head(states_RH.index_select(0, rows_M)), sampled_M, after_M, self._mode(sampled)
+            )
         return self._pending(plan, samples, sampled, self._read_labels(plan, states_RH, reads))
 
     def _read_labels(self, plan: StepPlan, states_RH: torch.Tensor, rows: list[int]) -> LabelReads | None:
@@ -340,6 +342,9 @@ class DeviceRunner:
             return None
         chunks = [(chunk.slot, chunk.labels) for chunk in plan.chunks if chunk.read_rows]
         labels = [ids for _, some in chunks for ids in some]
+        if self.host.rank > 0:  # rank 0 knows the labels; the others bring their part of the logits
+            label_logprobs(self.model, states_RH, rows, [[]] * len(rows), self._send)
+            return None
         return LabelReads(label_logprobs(self.model, states_RH, rows, labels, self._send), chunks)
 
     def _send(self, numbers: list[int]) -> torch.Tensor:
@@ -354,7 +359,7 @@ class DeviceRunner:
         return SamplingMode(
             draws=bool(draws),
             filters=any(setting.top_k > 0 or setting.top_p < 1.0 or setting.min_p > 0.0 for setting in draws),
-            rules=any(self.host.observer(slot) is not None for slot in slots),
+            rules=any(setting.has_rules for setting in settings),
             logprobs=wanted if wanted < 0 else next((size for size in _TOP_SIZES if size >= wanted), wanted),
         )
 
@@ -369,6 +374,8 @@ class DeviceRunner:
         observers = [self.host.observer(slot) for slot in slots]
 
         def done(tokens: list[int]) -> None:
+            if self.model.sums is not None:
+                self.model.sums.check()
             for slot, token, observe in zip(slots, tokens, observers, strict=True):
                 if token < 0:
                     continue
@@ -440,5 +447,10 @@ class DeviceExecutor:
 
     def close(self) -> None:
         """Let the steps in flight end."""
+        self._pending.clear()
+        if self._failure is not None:
+            self._runner.host.communicator.stop()  # else they may wait for a lost rank
         if self._runner.device.type == "cuda":
             torch.cuda.synchronize(self._runner.device)
+        if self._runner.host.communicator.shard.size > 1:
+            self._runner.bodies.close()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 import torch
 
+from lowlat.engine.batch import MIN_TEMPERATURE
 from lowlat.engine.device_state import DeviceState
-from lowlat.engine.sampler import MIN_TEMPERATURE
 
 
 class SamplingMode(msgspec.Struct, frozen=True):

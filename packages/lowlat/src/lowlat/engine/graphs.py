@@ -32,6 +32,9 @@ class StepBodies(Protocol):
     def run(self, key: Hashable, body: Body) -> Any:
         """Run the body; returns its outputs."""
 
+    def close(self) -> None:
+        """Let go of what was prepared; nothing may be running."""
+
 
 class EagerBodies:
     """Runs bodies as they are: on CPUs, and on GPUs for models that ask the host something in a step."""
@@ -48,6 +51,9 @@ class EagerBodies:
     def run(self, key: Hashable, body: Body) -> Any:
         """Call it."""
         return body()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
 
 class CudaGraphs:
@@ -73,6 +79,7 @@ class CudaGraphs:
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
+        # Other threads may go on meanwhile: NCCL has one that asks for events all the time.
         # torch.cuda.graph would collect garbage and empty caches each time: half a second for a model's graphs.
         collects = gc.isenabled()
         gc.disable()
@@ -96,3 +103,7 @@ class CudaGraphs:
         graph, outputs = self._graphs[key]
         graph.replay()
         return outputs
+
+    def close(self) -> None:
+        """Free the graphs: NCCL waits for those that hold its kernels before it leaves a group."""
+        self._graphs.clear()

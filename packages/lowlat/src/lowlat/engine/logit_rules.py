@@ -35,8 +35,7 @@ class LogitRules:
     @staticmethod
     def has(setting: SlotSampling) -> bool:
         """Whether a setting has rules."""
-        penalties = setting.presence_penalty or setting.frequency_penalty or setting.repetition_penalty != 1.0
-        return bool(penalties or setting.logit_bias or setting.banned or setting.grammar)
+        return setting.has_rules
 
     @classmethod
     def of(cls, setting: SlotSampling, slot: int = 0) -> LogitRules | None:

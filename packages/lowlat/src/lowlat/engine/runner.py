@@ -52,7 +52,8 @@ class ModelRunner:
         `window`: tokens that a row sees in layers with a window, its own too; 0: those have no pages of their own."""
         self.model = model
         self.kv = kv
-        self._communicator = communicator
+        self.communicator = communicator
+        """The ranks that share the model."""
         self.min_rows = min_rows
         self.max_pages = limits.max_pages
         self._page_size = kv.layout.page_size
@@ -162,8 +163,8 @@ class ModelRunner:
             return StepResult(plan.step, [], None, scores, label_logprobs=labels, bad_slots=bad)
         for slot in plan.decodes:
             self._lengths[slot] += 1
-        if self._communicator.shard.rank > 0:
-            told = self._communicator.broadcast(torch.empty((len(slots), 2), dtype=torch.int64)).tolist()
+        if self.communicator.shard.rank > 0:
+            told = self.communicator.broadcast(torch.empty((len(slots), 2), dtype=torch.int64)).tolist()
             for slot, (token, length) in zip(slots, told, strict=True):
                 self._tokens[slot], self._lengths[slot] = token, length
             return StepResult(plan.step, [])
@@ -174,9 +175,9 @@ class ModelRunner:
             length = self._lengths[slot] + max(0, len(burst) - 1)
             # Guesses may have ended an answer before a step that was launched ahead: it must not grow beyond its pages.
             self._lengths[slot] = min(length, self._sampling[slot].end - 1) if self._sampling[slot].end else length
-        if self._communicator.shard.size > 1:
+        if self.communicator.shard.size > 1:
             # Rank 0 chooses and tells the others, so ranks can never disagree.
-            self._communicator.broadcast(torch.tensor([[self._tokens[slot], self._lengths[slot]] for slot in slots]))
+            self.communicator.broadcast(torch.tensor([[self._tokens[slot], self._lengths[slot]] for slot in slots]))
         if self.speculation is not None:
             self.speculation.judge(slots, self._sampling, bursts)
         tokens = [token for burst in bursts for token in burst]
@@ -206,7 +207,7 @@ class ModelRunner:
 
         On rank 0 only.
         """
-        if self._communicator.shard.rank > 0:
+        if self.communicator.shard.rank > 0:
             return None, None
         scores = []
         row = 0
@@ -228,7 +229,7 @@ class ModelRunner:
         """Slots of chunks of which a row to score or to read, as `_score` has them in `logits_MV`, is not numbers."""
         slots = [chunk.slot for chunk in plan.chunks for _ in chunk.targets]
         slots += [chunk.slot for chunk in plan.chunks for _ in chunk.read_rows]
-        if self._communicator.shard.rank > 0 or not slots:
+        if self.communicator.shard.rank > 0 or not slots:
             return []
         usable = logits_MV.amax(-1).isfinite().tolist()
         return sorted({slot for slot, good in zip(slots, usable, strict=True) if not good})
@@ -237,7 +238,8 @@ class ModelRunner:
         """Take in what a plan says of slots: requests that begin, page-table entries. `run` does so itself."""
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
-            self._rules[slot] = LogitRules.of(sampling, slot)
+            # Rank 0 chooses for all.
+            self._rules[slot] = LogitRules.of(sampling, slot) if self.rank == 0 else None
             if self.speculation is not None:
                 self.speculation.begin(slot, sampling)
             self._table.begin(slot)
@@ -328,7 +330,7 @@ class ModelRunner:
     @property
     def rank(self) -> int:
         """Which of the ranks this is."""
-        return self._communicator.shard.rank
+        return self.communicator.shard.rank
 
     def sampling_of(self, slot: int) -> SlotSampling:
         """Settings of the request in a batch slot."""

@@ -9,13 +9,10 @@ import math
 
 import torch
 
-from lowlat.engine.batch import SlotSampling
+from lowlat.engine.batch import MIN_TEMPERATURE, SlotSampling
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.request import TokenLogprobs
 from lowlat.grammars.matcher import AnswerOverError
-
-# Below this a temperature means greedy: dividing by it could overflow, and one token has all the mass anyway.
-MIN_TEMPERATURE = 1e-5
 
 # Filters look at so many of the most likely tokens first, and sort the whole vocabulary only if those are too few.
 _FIRST_LOOK = 256

@@ -36,9 +36,17 @@ class ReferenceOps:
         gate_RI, up_RI = gate_up_RI.chunk(2, dim=-1)
         return GATED[activation](gate_RI, up_RI)
 
-    def product(self, x_RI: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+    def product(
+        self,
+        x_RI: torch.Tensor,
+        linear: PackedLinear,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """One product."""
-        return linear(x_RI)
+        out_RO = linear(x_RI)
+        out_RO = out_RO if activation is None else self.gate(out_RO, activation)
+        return out_RO if out_dtype is None else out_RO.to(out_dtype)
 
     def add_norm_product(
         self,
@@ -53,9 +61,7 @@ class ReferenceOps:
         """One after another."""
         if x_RH is not None:
             residual_RH += x_RH
-        out_RO = linear(rms_norm(residual_RH, weight_H, eps))
-        out_RO = out_RO if activation is None else self.gate(out_RO, activation)
-        return out_RO if out_dtype is None else out_RO.to(out_dtype), residual_RH
+        return self.product(rms_norm(residual_RH, weight_H, eps), linear, activation, out_dtype), residual_RH
 
     def rope_write(
         self,

@@ -102,8 +102,14 @@ class DeviceOps(Protocol):
     ) -> torch.Tensor:
         """Add `x_RH` to `residual_RH` in place, and RMSNorm of the sum, [R, H]."""
 
-    def product(self, x_RI: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
-        """`linear` of the rows, [R, O]."""
+    def product(
+        self,
+        x_RI: torch.Tensor,
+        linear: PackedLinear,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """`linear` of the rows, [R, O]; activation and type as in `add_norm_product`."""
 
     def add_norm_product(
         self,

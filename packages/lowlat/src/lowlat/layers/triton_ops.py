@@ -38,13 +38,20 @@ class TritonOps:
         """Add to the residual stream in place, and RMSNorm."""
         return add_rms_norm(x_RH, residual_RH, weight_H, eps, early_start=self._early)
 
-    def product(self, x_RI: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+    def product(
+        self,
+        x_RI: torch.Tensor,
+        linear: PackedLinear,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """One product: of few rows by a kernel of ours, otherwise by PyTorch's."""
+        result = None
         if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(x_RI.shape[1], norm=False):
             result = product(x_RI, linear.weight_OI, linear.bias_O, early_start=self._early)
-            if result is not None:
-                return result[0]
-        return linear(x_RI)
+        out_RO = linear(x_RI) if result is None else result[0]
+        out_RO = out_RO if activation is None else gated(out_RO, activation)
+        return out_RO if out_dtype is None else out_RO.to(out_dtype)
 
     def add_norm_product(
         self,
@@ -68,9 +75,7 @@ class TritonOps:
         normed_RH = (
             self.norm(residual_RH, weight_H, eps) if x_RH is None else self.add_norm(x_RH, residual_RH, weight_H, eps)
         )
-        out_RO = self.product(normed_RH, linear)
-        out_RO = out_RO if activation is None else gated(out_RO, activation)
-        return out_RO if out_dtype is None else out_RO.to(out_dtype), residual_RH
+        return self.product(normed_RH, linear, activation, out_dtype), residual_RH
 
     def rope_write(
         self,

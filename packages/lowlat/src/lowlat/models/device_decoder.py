@@ -3,27 +3,46 @@
 The layers, their weights and the order of operations are those of `decoder`; only what lies between the products is
 computed by `DeviceOps`. It may be captured in a graph where every MLP is a plain gated one.
 
-Legend of shape suffixes: see `device_step`; V vocabulary, M sampled rows, X = Y * D columns of queries, keys, values.
+Legend of shape suffixes: see `device_step`; V vocabulary, C this rank's columns of it,
+M sampled rows, X = Y * D columns of queries, keys, values.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from lowlat.cache.layout import KVPool
 from lowlat.layers.activation import GATED
 from lowlat.layers.device_step import DeviceOps, DeviceStep
+from lowlat.layers.row_sums import RowSums
 from lowlat.models.decoder import Decoder, DecoderLayer, GatedMLP
+from lowlat.platform.base import PackedLinear
 
 _NAMES = {function: name for name, function in GATED.items()}
+
+
+class Added(NamedTuple):
+    """Rows that are still to be added to the residual stream."""
+
+    x_RH: torch.Tensor
+    summed: bool
+    """False: this rank's part, which is to be summed over the ranks first."""
+
+    def of(self, rows_M: torch.Tensor) -> Added:
+        """Those of some rows."""
+        return Added(self.x_RH.index_select(0, rows_M), self.summed)
 
 
 class DeviceDecoder:
     """Runs a `Decoder` on `DeviceStep`s."""
 
-    def __init__(self, decoder: Decoder, ops: DeviceOps) -> None:
+    def __init__(self, decoder: Decoder, ops: DeviceOps, sums: RowSums | None = None) -> None:
+        """`sums`: how the ranks of a group join their parts; None: there is one rank."""
         self.decoder = decoder
         self.ops = ops
+        self.sums = sums
         self.vocab_size = decoder.config.vocab_size
 
     @property
@@ -33,55 +52,63 @@ class DeviceDecoder:
 
     def forward(self, step: DeviceStep, kv: KVPool) -> torch.Tensor:
         """Logits [M, V] in float32; keys and values of the rows are written to `kv`."""
-        x_RH, residual_RH = self._layers(step, kv)
+        return self.whole(self.columns(step, kv))
+
+    def columns(self, step: DeviceStep, kv: KVPool) -> torch.Tensor:
+        """What this rank brings to `whole`, [M, C]; keys and values are written to `kv`."""
+        added, residual_RH = self._layers(step, kv)
         if step.sample_rows is not None:
-            x_RH, residual_RH = (rows.index_select(0, step.sample_rows) for rows in (x_RH, residual_RH))
-        decoder = self.decoder
-        logits_MV, _ = self.ops.add_norm_product(
-            x_RH, residual_RH, decoder.norm_H, decoder.config.rms_norm_eps, decoder.head, out_dtype=torch.float32
-        )
-        return self._whole(logits_MV)
+            added, residual_RH = added.of(step.sample_rows), residual_RH.index_select(0, step.sample_rows)
+        decoder, eps = self.decoder, self.decoder.config.rms_norm_eps
+        columns_MC, _ = self._product(added, residual_RH, decoder.norm_H, eps, decoder.head, out_dtype=torch.float32)
+        return columns_MC
 
     def states(self, step: DeviceStep, kv: KVPool) -> torch.Tensor:
         """Last states [R, H] of all rows, behind the last norm; keys and values are written to `kv`."""
-        decoder = self.decoder
-        return self.ops.add_norm(*self._layers(step, kv), decoder.norm_H, decoder.config.rms_norm_eps)
+        added, residual_RH = self._layers(step, kv)
+        return self._add_norm(added, residual_RH, self.decoder.norm_H, self.decoder.config.rms_norm_eps)
+
+    def head(self, x_MH: torch.Tensor) -> torch.Tensor:
+        """What this rank brings to `whole` for last states, [M, C]."""
+        return self.ops.product(x_MH, self.decoder.head).float()
 
     def logits(self, x_MH: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] in float32 of last states."""
-        return self._whole(self.ops.product(x_MH, self.decoder.head).float())
+        return self.whole(self.head(x_MH))
 
-    def _whole(self, logits_MC: torch.Tensor) -> torch.Tensor:
-        """Join the ranks' columns, and cap where the family does."""
-        logits_MV, cap = self.decoder.gather_columns(logits_MC), self.decoder.logit_cap
-        return logits_MV if cap is None else torch.tanh(logits_MV / cap) * cap
+    def whole(self, columns_MC: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V] of the ranks' columns."""
+        return self.capped(self.decoder.gather_columns(columns_MC))
 
-    def _layers(self, step: DeviceStep, kv: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
+    def capped(self, logits_MC: torch.Tensor) -> torch.Tensor:
+        """Logits of some columns, capped where the family does."""
+        cap = self.decoder.logit_cap
+        return logits_MC if cap is None else torch.tanh(logits_MC / cap) * cap
+
+    def _layers(self, step: DeviceStep, kv: KVPool) -> tuple[Added, torch.Tensor]:
         """What the last layer adds to the residual stream, and the stream before it, each [R, H]."""
-        residual_RH, x_RH = self.decoder.embed(step.tokens_R), None
+        residual_RH, added = self.decoder.embed(step.tokens_R), None
         for layer, keys_SKD, values_SKD in zip(self.decoder.layers, kv.keys, kv.values, strict=True):
-            x_RH, residual_RH = self._layer(layer, x_RH, residual_RH, keys_SKD, values_SKD, step)
-        assert x_RH is not None
-        return x_RH, residual_RH
+            added, residual_RH = self._layer(layer, added, residual_RH, keys_SKD, values_SKD, step)
+        assert added is not None
+        return added, residual_RH
 
     def _layer(
         self,
         layer: DecoderLayer,
-        x_RH: torch.Tensor | None,
+        added: Added | None,
         residual_RH: torch.Tensor,
         keys_SKD: torch.Tensor,
         values_SKD: torch.Tensor,
         step: DeviceStep,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x_RH` is still to be added to the residual stream, and so is what is returned, beside the stream."""
-        ops, eps = self.ops, layer.eps
+    ) -> tuple[Added, torch.Tensor]:
+        """What is still to be added to the residual stream behind this layer, and the stream."""
         seen = step.windowed if layer.window and step.windowed is not None else step
-        qkv_RX, residual_RH = ops.add_norm_product(x_RH, residual_RH, layer.input_norm_H, eps, layer.qkv)
+        qkv_RX, residual_RH = self._product(added, residual_RH, layer.input_norm_H, layer.eps, layer.qkv)
         x_RH = self._attention(layer, qkv_RX, keys_SKD, values_SKD, seen)
-        if layer.attention_out_norm_H is not None:
-            x_RH = ops.norm(x_RH, layer.attention_out_norm_H, eps)
-        x_RH, residual_RH = self._mlp(layer, x_RH, residual_RH)
-        return (x_RH if layer.mlp_out_norm_H is None else ops.norm(x_RH, layer.mlp_out_norm_H, eps)), residual_RH
+        added = self._normed(Added(x_RH, self.sums is None), layer.attention_out_norm_H, layer.eps)
+        added, residual_RH = self._mlp(layer, added, residual_RH)
+        return self._normed(added, layer.mlp_out_norm_H, layer.eps), residual_RH
 
     def _attention(
         self,
@@ -98,16 +125,51 @@ class DeviceDecoder:
         tables = self.decoder.ropes[layer.window].tables
         q_RND = self.ops.rope_write(qkv_RYD, keys_SKD, values_SKD, step, tables, norms)
         mixed = self.ops.attend(q_RND, keys_SKD, values_SKD, step, layer.rule)
-        return layer.all_reduce(self.ops.product(mixed, layer.output))
+        return self.ops.product(mixed, layer.output)
 
-    def _mlp(
-        self, layer: DecoderLayer, x_RH: torch.Tensor, residual_RH: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mlp(self, layer: DecoderLayer, added: Added, residual_RH: torch.Tensor) -> tuple[Added, torch.Tensor]:
         """What the MLP adds to the residual stream, and the stream before it."""
-        mlp, ops = layer.mlp, self.ops
+        mlp = layer.mlp
         name = _NAMES.get(mlp.activation) if isinstance(mlp, GatedMLP) else None
         if name is None:
-            return mlp(ops.add_norm(x_RH, residual_RH, layer.mlp_norm_H, layer.eps), len(x_RH)), residual_RH
+            x_RH = self._add_norm(added, residual_RH, layer.mlp_norm_H, layer.eps)
+            return Added(mlp(x_RH, len(x_RH)), True), residual_RH
         assert isinstance(mlp, GatedMLP)
-        active_RI, residual_RH = ops.add_norm_product(x_RH, residual_RH, layer.mlp_norm_H, layer.eps, mlp.gate_up, name)
-        return mlp.all_reduce(ops.product(active_RI, mlp.down)), residual_RH
+        active_RI, residual_RH = self._product(added, residual_RH, layer.mlp_norm_H, layer.eps, mlp.gate_up, name)
+        return Added(self.ops.product(active_RI, mlp.down), self.sums is None), residual_RH
+
+    # --- what stands between products, where ranks join their parts ---------------------------------------------------
+
+    def _product(
+        self,
+        added: Added | None,
+        residual_RH: torch.Tensor,
+        norm_H: torch.Tensor,
+        eps: float,
+        linear: PackedLinear,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DeviceOps.add_norm_product`."""
+        if added is None or added.summed:
+            x_RH = None if added is None else added.x_RH
+            return self.ops.add_norm_product(x_RH, residual_RH, norm_H, eps, linear, activation, out_dtype)
+        normed_RH = self._add_norm(added, residual_RH, norm_H, eps)
+        return self.ops.product(normed_RH, linear, activation, out_dtype), residual_RH
+
+    def _add_norm(self, added: Added, residual_RH: torch.Tensor, norm_H: torch.Tensor, eps: float) -> torch.Tensor:
+        """As `DeviceOps.add_norm`."""
+        if added.summed:
+            return self.ops.add_norm(added.x_RH, residual_RH, norm_H, eps)
+        assert self.sums is not None
+        return self.sums.reduce_add_norm(added.x_RH, residual_RH, norm_H, eps)
+
+    def _normed(self, added: Added, norm_H: torch.Tensor | None, eps: float) -> Added:
+        """Behind a norm of its own, where the family has one."""
+        if norm_H is None:
+            return added
+        x_RH = added.x_RH
+        if not added.summed:
+            assert self.sums is not None
+            x_RH = self.sums.reduce(x_RH)
+        return Added(self.ops.norm(x_RH, norm_H, eps), True)

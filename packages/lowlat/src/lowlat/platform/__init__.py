@@ -9,13 +9,15 @@ from lowlat.platform.cuda import CudaPlatform
 __all__ = ["Platform", "select"]
 
 
-def select(device: str) -> Platform:
+def select(device: str, rank: int = 0) -> Platform:
     """The platform named `device`: `cpu`, `cuda`, or `auto`, which is `cpu` until the GPU path has run on a GPU.
+
+    `rank` of a tensor-parallel group has a GPU of its own, of the same number.
 
     Raises `ValueError` for a device that lowlat does not know or cannot use here.
     """
     if device in ("auto", "cpu"):
         return CpuPlatform()
     if device == "cuda":
-        return CudaPlatform()
+        return CudaPlatform(rank)
     raise ValueError(f"--device {device} is not known; known: auto, cpu, cuda")

@@ -26,7 +26,10 @@ class CudaPlatform:
         if not torch.cuda.is_available():
             raise ValueError(f"--device cuda: {_why_not()}; use --device cpu here")
         if index >= torch.cuda.device_count():
-            raise ValueError(f"--device cuda: GPU {index} is wanted, and PyTorch sees {torch.cuda.device_count()}")
+            raise ValueError(
+                f"--tp {index + 1} --device cuda: every rank needs a GPU of its own, and PyTorch sees "
+                f"{torch.cuda.device_count()}; use --tp {torch.cuda.device_count()} or less"
+            )
         self.device = torch.device("cuda", index)
         # float32 products stay float32: bfloat16 is there for those who want speed.
         torch.backends.cuda.matmul.allow_tf32 = False
