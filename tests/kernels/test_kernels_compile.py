@@ -212,7 +212,7 @@ def test_pushed_reduction_fits_and_keeps_words_whole(ranks, width, tmp_path):
     block, rows, rank = push_reduce.block_words(width), 8, ranks - 1
     types = dict.fromkeys(["x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "tags_ptr", "alarm_ptr"], "*i32")
     types |= {"memories_ptr": "*i64", "eps": "fp32", "deadline_ns": "i64"}
-    constants = push_reduce.constants(width, ranks, rank, rows, plain=False)
+    constants = push_reduce.constants(width, ranks, rank, rows, plain=False, early=True)
     warps = push_reduce.push_warps(block)
     kernel = compiled(push_reduce.push_reduce_norm_kernel, "sm_90", types, constants, num_warps=warps)
     registers, spilled, shared = resources(kernel, "sm_90", tmp_path)
@@ -224,3 +224,4 @@ def test_pushed_reduction_fits_and_keeps_words_whole(ranks, width, tmp_path):
     assert text.count("st.relaxed.sys.global.b64") == (ranks - 1) * words_each
     assert text.count("ld.relaxed.sys.global.b64") == (ranks - 1) * words_each
     assert "multimem" not in text
+    assert text.count("griddepcontrol") == 2

@@ -31,7 +31,9 @@ class PushSums:
         *,
         early_start: bool = False,
     ) -> None:
-        """`early_start`: as in `TritonOps`. All ranks call this together. Raises `PeerMemoryError` on all of them where that cannot be.
+        """`early_start`: as in `TritonOps`.
+
+        All ranks call this together. Raises `PeerMemoryError` on all of them where that cannot be.
         """
         ranks = communicator.shard.size
         self._others = others
