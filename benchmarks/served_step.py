@@ -1,0 +1,127 @@
+"""A model served on a GPU: seconds until it is ready, and a user's tokens over HTTP beside those in process.
+
+    python benchmarks/served_step.py
+
+writes a folder with random weights, decodes in process, starts `lowlat serve` twice, the first time without compiled
+kernels from earlier runs, and decodes over HTTP. One user, greedy, the same prompt of token ids everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from lowlat.bench.local_server import local_server
+from lowlat.bench.presets import find_shape
+from lowlat.bench.random_model import make_folder
+from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.engine.build import build_engine
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.request import GenerateRequest, SamplingParams
+from lowlat.models.loading.checkpoint import open_checkpoint
+
+CONTEXT = 1024
+TOKENS = 400
+SETTINGS = {"device": "cuda", "max_batch": 8, "kv_tokens": 65536, "run_ahead": 2, "low_latency": "off"}
+
+
+def prompt(turn: int) -> list[int]:
+    """Token ids that no other turn begins with."""
+    return [(turn * 101 + place * 31) % 5000 + 3 for place in range(CONTEXT)]
+
+
+def in_process(config: EngineConfig, rounds: int) -> list[float]:
+    """Microseconds a token of each round."""
+    core, _, _ = build_engine(config, lambda *_: None)
+    results = []
+    for turn in range(rounds + 1):
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        core.submit(GenerateRequest(id=str(turn), prompt_ids=prompt(turn), sampling=sampling))
+        times: list[float] = []
+        while core.has_work:
+            if any(output.token_ids for output in core.turn()):
+                times.append(time.perf_counter())
+        assert len(times) == TOKENS
+        results.append((times[-1] - times[0]) / (TOKENS - 1) * 1e6)
+    core.close()
+    return results[1:]
+
+
+def over_http(url: str, model: str, rounds: int) -> list[float]:
+    """Microseconds a token of each round, as a client sees the chunks come."""
+    results = []
+    for turn in range(rounds + 1):
+        connection = http.client.HTTPConnection(urlparse(url).netloc, timeout=60)
+        body: dict[str, Any] = {
+            "model": model, "prompt": prompt(100 + turn), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        times, usage = [], 0
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if chunk["choices"]:
+                times.append(time.perf_counter())
+            if chunk.get("usage"):
+                usage = chunk["usage"]["completion_tokens"]
+        connection.close()
+        assert usage == TOKENS, usage
+        # Bytes that are no text yet come with a later token: the whole span counts, over all tokens.
+        results.append((times[-1] - times[0]) / (TOKENS - 1) * 1e6)
+    return results[1:]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-1b")
+    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json; default: the embedded model's")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda", help="cpu: a dry run")
+    parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
+    got = parser.parse_args()
+    settings = {**SETTINGS, "device": got.device}
+    rows: list[Row] = []
+    result = new_result("served-step", simulated=Simulated(weights=True))
+    common: dict[str, Any] = {"arm": "general", "dtype": "bfloat16", "context": CONTEXT}
+
+    def add(workload: str, metric: str, samples: list[float], note: str) -> None:
+        rows.append(row_from_samples(samples, workload=workload, metric=metric, note=note, **common))
+        print(f"{workload}: {metric} {rows[-1].median:.1f} [{rows[-1].low:.1f}, {rows[-1].high:.1f}]", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="lowlat-served-") as scratch:
+        folder = Path(scratch) / "model"
+        words = got.tokenizer or open_checkpoint("smollm2").folder
+        make_folder(find_shape(got.model), folder, words, dtype="bfloat16", device=got.device)
+        os.environ["TRITON_CACHE_DIR"] = str(Path(scratch) / "kernels")
+        arguments = ["--model", str(folder)]
+        for name, value in settings.items():
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+        with local_server(arguments) as server:
+            note = "from the command to /ready, weights in the file cache, no compiled kernels"
+            add(f"{got.model}, cold start", "ready_ms", [server.ready_s * 1e3], note)
+            print(server.log.read_text(errors="replace")[-1500:], flush=True)
+        with local_server(arguments) as server:
+            note = "from the command to /ready, weights in the file cache, kernels compiled by an earlier start"
+            add(f"{got.model}, warm start", "ready_ms", [server.ready_s * 1e3], note)
+            samples = over_http(server.url, str(folder), got.rounds)
+            add(f"{got.model} over HTTP", "step_us", samples, f"{TOKENS} tokens streamed to a client of localhost")
+        samples = in_process(EngineConfig(model=str(folder), **settings), got.rounds)
+        add(f"{got.model} in process", "step_us", samples, f"{TOKENS} tokens, scheduler and run-ahead included")
+    result.rows = rows
+    print(save(result, got.results or default_directory()))
+
+
+if __name__ == "__main__":
+    main()
