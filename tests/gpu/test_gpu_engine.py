@@ -1,7 +1,4 @@
-"""The engine on a GPU: graphs beside eager steps, real weights beside the oracle, no wait in a decode step, gaps.
-
-Status: written without a GPU; nothing here has run yet.
-"""
+"""The engine on a GPU: graphs beside eager steps, real weights beside the oracle, no wait in a decode step, gaps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The Triton kernels of the general path on a GPU, in float32 and bfloat16, against float64 references.
-
-Status: written without a GPU; nothing here has run yet.
-"""
+"""The Triton kernels of the general path on a GPU, in float32 and bfloat16, against float64 references."""
 
 from __future__ import annotations
 

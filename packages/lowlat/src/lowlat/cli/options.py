@@ -49,7 +49,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
         _option(
             "--device",
             panel=_COMPUTE,
-            help="Where to run. The path for NVIDIA GPUs was not tried on one yet: auto means cpu.",
+            help="Where to run. auto: an NVIDIA GPU where there is one, otherwise the CPU.",
         ),
     ],
     "tensor_parallel": Annotated[

@@ -5,8 +5,6 @@ of requests (`graphs`), or the same operations one by one. Of steps with prompt 
 (`device_chunks`). What the device cannot do (grammars, log-probabilities of whole prompts) goes to `ModelRunner`, after
 all steps in flight: correct, but slower, and counted in `fallbacks`.
 
-Status: this has run on CPUs only, where it gives the tokens of `ModelRunner`.
-
 Legend of shape suffixes: R rows, B padded requests, M samples.
 """
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from lowlat.platform.base import Platform
 from lowlat.platform.cpu import CpuPlatform
-from lowlat.platform.cuda import CudaPlatform
+from lowlat.platform.cuda import CudaPlatform, has_gpu
 
 __all__ = ["Platform", "select"]
 
 
 def select(device: str, rank: int = 0) -> Platform:
-    """The platform named `device`: `cpu`, `cuda`, or `auto`, which is `cpu` until the GPU path has run on a GPU.
+    """The platform named `device`: `cpu`, `cuda`, or `auto`, which is `cuda` where PyTorch sees a GPU of NVIDIA's.
 
     `rank` of a tensor-parallel group has a GPU of its own, of the same number.
 
     Raises `ValueError` for a device that lowlat does not know or cannot use here.
     """
+    if device == "cuda" or (device == "auto" and has_gpu()):
+        return CudaPlatform(rank)
     if device in ("auto", "cpu"):
         return CpuPlatform()
-    if device == "cuda":
-        return CudaPlatform(rank)
     raise ValueError(f"--device {device} is not known; known: auto, cpu, cuda")

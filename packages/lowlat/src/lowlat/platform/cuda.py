@@ -1,7 +1,4 @@
-"""NVIDIA GPUs, through PyTorch's CUDA. One process drives one GPU.
-
-Status: not run on a GPU yet.
-"""
+"""NVIDIA GPUs, through PyTorch's CUDA. One process drives one GPU."""
 
 from __future__ import annotations
 
@@ -58,6 +55,11 @@ class CudaLinear:
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_RI, self.weight_OI, self.bias_O)
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch sees a GPU of NVIDIA's. Builds for AMD call theirs `cuda` too: those are not tried yet."""
+    return torch.version.hip is None and torch.cuda.is_available()
 
 
 def _why_not() -> str:
