@@ -233,7 +233,7 @@ def run_step(options: StepOptions, say: Say = lambda _: None, *, command: str | 
         simulated=Simulated(weights=options.model_folder is None),
         read_ceiling_tb_s=ceiling.tb_s,
         command=command,
-        gpus=0 if options.device == "cpu" else options.tp,
+        gpus=0 if options.device == "cpu" else 1,  # more ranks than one are known to the floor alone
     )
     result.rows = rows
     return StepOutcome(result, unavailable)
