@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 import time
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -68,7 +67,7 @@ def prompts_of(folder: Path, model: str, length: int) -> list[tuple[str, list[in
     chat = checkpoint.chat(tokenizer)
     found = []
     for file in Texts([folder], hold_out=3).held_out:
-        prompt = next(iter(islice(Prompts([file], tokenizer, chat, length, seed=0), 1)))
+        prompt = Prompts([file], tokenizer, chat, length, seed=0).draw(length, 1)[0]
         found.append((f"{file.parent.name}/{file.name[:6]}", prompt))
     return found
 

@@ -103,21 +103,114 @@ void multiply_groups(const Matrix& w, int first, const float* x, size_t x_stride
         for (int g = 0; g < kGroups; ++g) store(y + r * y_stride + (first + g) * kLanes, acc[g][r]);
 }
 
-// Groups in flight. One row on AVX-512 needs several sums beside each other to hide the latency of an addition; where
-// sixteen lanes take several registers, or rows are more, one group has enough of them, and more would spill.
 #if defined(__AVX512F__)
+// Groups in flight. One row needs several sums beside each other to hide the latency of an addition; more rows have
+// enough of them, and more would spill.
 constexpr int groups_for(int rows) { return rows == 1 ? 4 : 1; }
+
+template <int kRows>
+void multiply_some(const Matrix& w, int first, int count, const float* x, size_t x_stride, float* y, size_t y_stride) {
+    constexpr int kGroups = groups_for(kRows);
+    int g = first;
+    for (; g + kGroups <= first + count; g += kGroups) multiply_groups<kGroups, kRows>(w, g, x, x_stride, y, y_stride);
+    for (; g < first + count; ++g) multiply_groups<1, kRows>(w, g, x, x_stride, y, y_stride);
+}
 #else
-constexpr int groups_for(int) { return 1; }
+// Sixteen lanes take several of few registers, so weights of a block are widened into a small buffer first, and then
+// used by up to four rows at a time: as many sums as registers hold, and enough to hide the latency of an addition.
+template <int kIndex, int kCount>
+inline void widen_word(Words words, Floats d, Floats m, float* out) {
+    if constexpr (kIndex < kCount) {
+        if constexpr (kCount == 8)
+            store(out + kIndex * kLanes, nibble<kIndex>(words) * d + m);
+        else
+            store(out + kIndex * kLanes, signed_byte<kIndex>(words) * d);
+        widen_word<kIndex + 1, kCount>(words, d, m, out);
+    }
+}
+
+inline void widen_block(const Matrix& w, const uint8_t* block, float* out) {
+    const Floats d = widen(block);
+    if (w.format == kQ4_1) {
+        const Floats m = widen(block + 32);
+        for (int j = 0; j < 4; ++j) {
+            __builtin_prefetch(block + 64 + j * 64 + 1280);
+            widen_word<0, 8>(load<Words>(block + 64 + j * 64), d, m, out + j * 8 * kLanes);
+        }
+    } else {
+        for (int j = 0; j < 8; ++j) {
+            __builtin_prefetch(block + 32 + j * 64 + 1088);
+            widen_word<0, 4>(load<Words>(block + 32 + j * 64), d, d, out + j * 4 * kLanes);
+        }
+    }
+}
+
+typedef float Eight __attribute__((vector_size(32)));
+constexpr int kHalves = kLanes / 8;
+
+// sums[r][h] of half h of the lanes, for one block of columns.
+template <int kRows>
+inline void add_block(Eight (&acc)[kRows][kHalves], const float* weights, const float* x, size_t x_stride) {
+    Eight sums[kRows][kHalves];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+        for (int h = 0; h < kHalves; ++h) sums[r][h] = acc[r][h];
+#pragma GCC unroll 2
+    for (int c = 0; c < kBlock; ++c) {
+        const Eight low = load<Eight>(weights + c * kLanes), high = load<Eight>(weights + c * kLanes + 8);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const float factor = x[r * x_stride + c];
+            sums[r][0] += low * factor;
+            sums[r][1] += high * factor;
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+        for (int h = 0; h < kHalves; ++h) acc[r][h] = sums[r][h];
+}
+
+// Rows in two parts of at most four.
+template <int kRows>
+void multiply_panel(const Matrix& w, int group, const float* x, size_t x_stride, float* y, size_t y_stride) {
+    constexpr int kUpper = kRows > 4 ? (kRows + 1) / 2 : kRows, kLower = kRows - kUpper;
+    alignas(64) float weights[kBlock * kLanes];
+    Eight upper[kUpper][kHalves] = {}, lower[kLower + (kLower == 0)][kHalves] = {};
+    const uint8_t* block = w.blocks + group * w.group_bytes();
+    for (int c = 0; c < w.columns; c += kBlock, block += w.block_bytes()) {
+        widen_block(w, block, weights);
+        add_block<kUpper>(upper, weights, x + c, x_stride);
+        if constexpr (kLower > 0) add_block<kLower>(lower, weights, x + kUpper * x_stride + c, x_stride);
+    }
+    for (int h = 0; h < kHalves; ++h) {
+        float* out = y + group * kLanes + 8 * h;
+        for (int r = 0; r < kUpper; ++r) store(out + r * y_stride, upper[r][h]);
+        for (int r = 0; r < kLower; ++r) store(out + (kUpper + r) * y_stride, lower[r][h]);
+    }
+}
+
+template <int kRows>
+void multiply_some(const Matrix& w, int first, int count, const float* x, size_t x_stride, float* y, size_t y_stride) {
+    for (int g = first; g < first + count; ++g) {
+        if constexpr (kRows == 1)
+            multiply_groups<1, 1>(w, g, x, x_stride, y, y_stride);
+        else
+            multiply_panel<kRows>(w, g, x, x_stride, y, y_stride);
+    }
+}
 #endif
 
 template <int kRows>
 void multiply_rows(const Matrix& w, const float* x, size_t x_stride, float* y, size_t y_stride, int threads) {
-    constexpr int kGroups = groups_for(kRows);
-    const int groups = w.groups(), whole = groups / kGroups;
+    constexpr int kChunk = 4;
+    const int groups = w.groups(), chunks = (groups + kChunk - 1) / kChunk;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int i = 0; i < whole; ++i) multiply_groups<kGroups, kRows>(w, i * kGroups, x, x_stride, y, y_stride);
-    for (int g = whole * kGroups; g < groups; ++g) multiply_groups<1, kRows>(w, g, x, x_stride, y, y_stride);
+    for (int i = 0; i < chunks; ++i) {
+        const int first = i * kChunk, count = groups - first < kChunk ? groups - first : kChunk;
+        multiply_some<kRows>(w, first, count, x, x_stride, y, y_stride);
+    }
 }
 
 // y[r][o] = sum over c of w[o][c] * x[r][c]; strides in floats.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from lowlat.training.train_draft import Measured, Progress
+    from lowlat.training.recipe import Measured, Progress
 
 EPILOG = """
 Examples:
@@ -35,13 +35,25 @@ def train_draft(
     data: Annotated[list[Path], typer.Option("--data", help="Folder or file of text; may be repeated.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.")],
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of training.")] = 2000,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", min=1, help="Time for writing and learning, in place of steps.")
+    ] = None,
     hold_out: Annotated[int, typer.Option("--hold-out", min=0, help="Sessions of each folder to measure on.")] = 3,
     device: Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda ...")] = "auto",
-    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences written and learnt at once.")] = 32,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Steps on the same sequences.")] = 4,
+    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences of a step.")] = 32,
+    writes: Annotated[int, typer.Option("--writes", min=1, help="Written at once: so many times --sequences.")] = 1,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Steps after each writing.")] = 4,
+    kept: Annotated[int, typer.Option("--kept", min=1, help="Writings that steps choose from.")] = 1,
     anchors: Annotated[int, typer.Option("--anchors", min=1, help="Blocks of each sequence in a step.")] = 16,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=8, help="Length of prompts.")] = 384,
+    text_anchors: Annotated[int, typer.Option("--text-anchors", min=0, help="How many of them in the prompt.")] = 0,
+    sessions: Annotated[
+        float, typer.Option("--sessions", min=0, max=1, help="Share of prompts from sessions, beside other text.")
+    ] = 0.7,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=8, help="Length of the longest prompts.")] = 384,
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=8, help="Length of answers.")] = 128,
+    alone_tokens: Annotated[
+        int, typer.Option("--alone-tokens", min=0, help="Length of what the model says to itself, unprompted. 0: none.")
+    ] = 0,
     temperature: Annotated[
         list[float] | None,
         typer.Option(
@@ -53,7 +65,11 @@ def train_draft(
     taps: Annotated[int, typer.Option("--taps", min=1, help="Layers of the model that it looks at.")] = 3,
     intermediate_size: Annotated[int, typer.Option("--intermediate-size", min=1, help="Width of its MLPs.")] = 1024,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the Markov head or selector.")] = 48,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0, help="Highest rate of AdamW.")] = 1e-3,
+    vocabulary: Annotated[
+        int, typer.Option("--vocabulary", min=0, help="Tokens that it can guess, the most frequent ones. 0: all.")
+    ] = 0,
+    window: Annotated[int, typer.Option("--window", min=0, help="Tokens before a block that it sees. 0: all.")] = 0,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0, help="Highest learning rate.")] = 1e-3,
     measured: Annotated[int, typer.Option("--measured", min=1, help="Held-out sequences for each temperature.")] = 48,
     int8: Annotated[bool, typer.Option("--int8", help="Store matrices as int8 with a scale a row.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Makes training repeatable.")] = 0,
@@ -62,8 +78,9 @@ def train_draft(
     from lowlat.models.config import UnsupportedModelError
     from lowlat.models.loading.errors import CheckpointError
     from lowlat.speculative.draft_files import DraftFileError
+    from lowlat.training.recipe import Recipe
     from lowlat.training.texts import TextError
-    from lowlat.training.train_draft import Recipe, train
+    from lowlat.training.train_draft import train
 
     recipe = Recipe(
         model=model,
@@ -71,17 +88,25 @@ def train_draft(
         data=tuple(map(str, data)),
         hold_out=hold_out,
         steps=steps,
+        seconds=seconds,
         sequences=sequences,
+        writes=writes,
         rounds=rounds,
+        kept=kept,
         anchors=anchors,
+        text_anchors=min(text_anchors, anchors),
+        sessions=sessions,
         prompt_tokens=prompt_tokens,
         answer_tokens=answer_tokens,
+        alone_tokens=alone_tokens,
         temperatures=tuple(temperature or (0.0, 0.8)),
         block_size=block_size,
         layers=layers,
         taps=taps,
         intermediate_size=intermediate_size,
         rank=rank,
+        vocabulary=vocabulary,
+        window=window,
         learning_rate=learning_rate,
         device=device,
         seed=seed,
@@ -107,13 +132,13 @@ class _Printer:
         self._next = 0.0
 
     def __call__(self, progress: Progress) -> None:
-        if time.monotonic() < self._next and progress.step < progress.steps:
+        if time.monotonic() < self._next and progress.done < 1:
             return
         self._next = time.monotonic() + _EVERY_S
         right = " ".join(f"{part:.2f}" for part in progress.right)
-        left = progress.seconds / progress.step * (progress.steps - progress.step)
+        left = progress.seconds / max(1e-9, progress.done) - progress.seconds
         typer.echo(
-            f"step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  right by position {right}  "
+            f"step {progress.step} ({progress.done:.0%})  loss {progress.loss:.3f}  right by position {right}  "
             f"{progress.seconds:.0f} s ({progress.writing_seconds:.0f} s of them writing), {left:.0f} s left"
         )
 

@@ -117,7 +117,7 @@ class _TrainedDraft:
         layout = draft_layout(self._network, 1, 1)
         self.token_bytes = layout.layers * layout.bytes_per_layer
         self._model = model
-        self._head = _whole_head(checkpoint, model, build)
+        self._head = _whole_head(checkpoint, model, build, self._network.vocabulary)
 
     def bind(self, runner: ModelRunner) -> Proposer:
         pages, size = _pool_size(runner)
@@ -137,12 +137,15 @@ def _pool_size(runner: ModelRunner) -> tuple[int, int]:
     return (pages if runner.rank == 0 else 1), layout.page_size
 
 
-def _whole_head(checkpoint: Checkpoint, model: Decoder, build: BuildContext) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The target's head on this rank alone: logits of normed states."""
+def _whole_head(
+    checkpoint: Checkpoint, model: Decoder, build: BuildContext, vocabulary: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The target's head on this rank alone: logits of normed states, of the tokens `vocabulary` if not of all."""
     head = model.head
-    if build.communicator.shard.size > 1:
-        name = "lm_head.weight"
-        head = build.platform.pack(checkpoint.tensor(name, build.dtype))
+    if vocabulary is not None or build.communicator.shard.size > 1:
+        tied = model.config.tie_word_embeddings
+        weight_VH = model.embedding_VH if tied else checkpoint.tensor("lm_head.weight", build.dtype)
+        head = build.platform.pack(weight_VH if vocabulary is None else weight_VH.index_select(0, vocabulary))
     return lambda x_RH: head(x_RH.to(build.dtype)).float()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.layers.item_attention import item_attention
-from lowlat.layers.step import DecodeGroup, Segment, StepInputs
+from lowlat.layers.step import DecodeGroup, EvenGroup, Segment, StepInputs
 
 # Masks are built for at most so many (query, key) pairs at a time; longer prefills go block by block.
 _MASK_ENTRIES = 1 << 23
@@ -46,6 +46,8 @@ def paged_attention(
     """
     rows, heads, head_dim = q_RND.shape
     kv_heads = keys_SKD.shape[1]
+    if step.even is not None:
+        return _even(q_RND, keys_SKD, values_SKD, step.even, rule)
     if len(step.segments) == 1 and step.segments[0].rows == rows and not step.decodes:
         return _segment(q_RND, keys_SKD, values_SKD, step.segments[0], rule).reshape(rows, heads * head_dim)
     out_RX = q_RND.new_zeros(rows, heads * head_dim)
@@ -72,6 +74,28 @@ def _decode_group(
     keys_BKLD = keys_SKD.index_select(0, group.slots.view(-1)).view(shape).transpose(1, 2)
     values_BKLD = values_SKD.index_select(0, group.slots.view(-1)).view(shape).transpose(1, 2)
     return masked_attention(q_BKGD, keys_BKLD, values_BKLD, group.mask, rule)
+
+
+def _even(
+    q_RND: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, group: EvenGroup, rule: AttentionRule
+) -> torch.Tensor:
+    """Every request at once, over views of the pools: first rows of an empty context, or one row each."""
+    rows, heads, dim = q_RND.shape
+    each, kv_heads = rows // group.requests, keys_SKD.shape[1]
+    keys_BKLD, values_BKLD = (
+        pool[: group.requests * group.room].view(group.requests, group.room, kv_heads, dim)[:, : group.length].transpose(1, 2)
+        for pool in (keys_SKD, values_SKD)
+    )
+    if each == 1:
+        q_BKGD = q_RND.view(group.requests, kv_heads, -1, dim)
+        return masked_attention(q_BKGD, keys_BKLD, values_BKLD, None, rule).reshape(rows, heads * dim)
+    if each != group.length or rule.sinks_N is not None or rule.window:
+        raise ValueError("even groups of several rows begin their context, and have neither windows nor sinks")
+    q_BNTD = q_RND.view(group.requests, each, heads, dim).transpose(1, 2)
+    mixed_BNTD = F.scaled_dot_product_attention(
+        q_BNTD, keys_BKLD, values_BKLD, is_causal=True, scale=rule.scale, enable_gqa=True
+    )
+    return mixed_BNTD.transpose(1, 2).reshape(rows, heads * dim)
 
 
 def _segment(

@@ -45,6 +45,15 @@ class DecodeGroup(msgspec.Struct):
     mask: torch.Tensor | None
 
 
+class EvenGroup(msgspec.Struct):
+    """All rows of a step, where its requests are alike: each has the same number of rows, the last of its `length`
+    tokens, and a stretch of `room` KV slots of its own, one behind the other from slot 0 on."""
+
+    requests: int
+    length: int
+    room: int
+
+
 class KeySpan(msgspec.Struct):
     """Tokens whose keys stand in the cache: their KV slots in order; `run` as in `Segment`."""
 
@@ -96,6 +105,8 @@ class StepInputs(msgspec.Struct):
     sample_rows: torch.Tensor
     """Rows whose logits are wanted, in this order."""
     items: list[ItemGroup] = []
+    even: EvenGroup | None = None
+    """In place of segments and decodes, where many requests are alike (training)."""
     windowed: StepInputs | None = None
     """The same rows for layers with a window: where they write there, and the tokens that some of their rows see. In
     segments of several rows `paged_attention` masks what a row does not see. None: there are no such layers, or their

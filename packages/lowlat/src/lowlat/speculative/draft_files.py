@@ -1,6 +1,7 @@
 """A trained draft on disk: a folder with config.json and model.safetensors, weights as they are or as int8 rows.
 
-An int8 matrix NAME comes with NAME_scale, float32 [rows]: row r is the integers times scale r.
+An int8 matrix NAME comes with NAME_scale, float32 [rows]: row r is the integers times scale r. `fc.weight` may come with
+`fc.weight_columns`, by which its columns are multiplied then: features differ in size, and rows of int8 shall not.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
     selector_rank: int = 0
     selector_top_k: int = 0
     markov_rank: int = 0
+    draft_vocab_size: int = 0
+    """Tokens that it can guess, listed in the weights; 0: all of them."""
+
+    @property
+    def guessable(self) -> int:
+        """Tokens that it can guess."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def proposals(self) -> int:
@@ -81,6 +89,10 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
                 faults.append("selector_rank and selector_top_k must be given")
         if self.kind == "dspark" and self.markov_rank < 1:
             faults.append("markov_rank must be given")
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            faults.append(f"draft_vocab_size {self.draft_vocab_size} is not between 0 and vocab_size")
+        if self.draft_vocab_size and self.kind == "dflash2":
+            faults.append("draft_vocab_size is not known for DFlash 2")
         if faults:
             raise DraftFileError(f"the draft's config.json: {'; '.join(faults)}")
 
@@ -131,6 +143,9 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, torch.Tenso
     folder.mkdir(parents=True, exist_ok=True)
     stored: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
+        if not weight.is_floating_point():
+            stored[name] = weight.detach().to("cpu", torch.int32)
+            continue
         weight = weight.detach().float().cpu()
         if int8 and weight.dim() == 2:
             scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127
@@ -157,8 +172,13 @@ def load_draft(folder: Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
         raise DraftFileError(f"{folder}/config.json does not hold an object")
     weights = {}
     for name, weight in stored.items():
-        if name.endswith("_scale"):
+        if name.endswith(("_scale", "_columns")):
             continue
         scale = stored.get(f"{name}_scale")
+        if weight.dtype == torch.int32:
+            weights[name] = weight.long()
+            continue
         weights[name] = weight.float() if scale is None else weight.float() * scale.float()[:, None]
+        if f"{name}_columns" in stored:
+            weights[name] *= stored[f"{name}_columns"].float()
     return from_json(data), weights

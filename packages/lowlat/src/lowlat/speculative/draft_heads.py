@@ -13,7 +13,7 @@ import torch
 from lowlat.speculative.draft_network import DraftNetwork, capped
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""The target's head: normed states [R, H] to logits [R, V], float32."""
+"""The target's head for tokens that the draft can guess: normed states [R, H] to logits [R, V], float32."""
 Pick = Callable[[torch.Tensor, int], torch.Tensor]
 """(logits [Q, V], place) to the chosen tokens [Q]."""
 
@@ -36,20 +36,26 @@ def walk(
         return _select(network, logits_QPV, normed_QPH, anchor_Q, pick), None
     if config.kind == "dspark":
         return _markov(network, logits_QPV, h_QPH, anchor_Q, pick)
-    return torch.stack([pick(logits_QPV[:, place], place) for place in range(proposals)], 1), None
+    places_QP = torch.stack([pick(logits_QPV[:, place], place) for place in range(proposals)], 1)
+    return _tokens(network, places_QP), None
+
+
+def _tokens(network: DraftNetwork, places: torch.Tensor) -> torch.Tensor:
+    known = network.vocabulary
+    return places if known is None else known[places]
 
 
 def _markov(
     network: DraftNetwork, logits_QPV: torch.Tensor, h_QPH: torch.Tensor, anchor_Q: torch.Tensor, pick: Pick
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    token_Q, tokens, confidences = anchor_Q, [], []
-    for place in range(h_QPH.shape[1]):
-        before_QE = network.markov_embed(token_Q)
-        joined = torch.cat([h_QPH[:, place], before_QE], -1)
+    place_Q, places, confidences = network.places(anchor_Q), [], []
+    for row in range(h_QPH.shape[1]):
+        before_QE = network.markov_embed(place_Q)
+        joined = torch.cat([h_QPH[:, row], before_QE], -1)
         confidences.append(torch.sigmoid(network.confidence_head(joined)[:, 0].clamp(-60, 60)))
-        token_Q = pick(logits_QPV[:, place] + network.markov_head(before_QE), place)
-        tokens.append(token_Q)
-    return torch.stack(tokens, 1), torch.stack(confidences, 1)
+        place_Q = pick(logits_QPV[:, row] + network.markov_head(before_QE), row)
+        places.append(place_Q)
+    return _tokens(network, torch.stack(places, 1)), torch.stack(confidences, 1)
 
 
 def _select(

@@ -32,7 +32,7 @@ class Norm(nn.Module):
         self._eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self._eps)
 
 
 class GroupedMixing(nn.Module):
@@ -145,30 +145,47 @@ class DraftNetwork(nn.Module):
             self.selector_proj = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
             nn.init.normal_(self.selector_previous.weight, std=0.02)
             nn.init.zeros_(self.selector_next.weight)
+        if config.draft_vocab_size:
+            self.register_buffer("draft_tokens", torch.arange(config.draft_vocab_size))
         if config.kind == "dspark":
-            self.markov_embed = nn.Embedding(config.vocab_size, config.markov_rank)
-            self.markov_head = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+            # Tokens that it cannot guess share one row behind the others.
+            self.markov_embed = nn.Embedding(config.guessable + bool(config.draft_vocab_size), config.markov_rank)
+            self.markov_head = nn.Linear(config.markov_rank, config.guessable, bias=False)
             self.confidence_head = nn.Linear(config.hidden_size + config.markov_rank, 1, bias=False)
             nn.init.normal_(self.markov_embed.weight, std=0.02)
             nn.init.zeros_(self.markov_head.weight)
             nn.init.zeros_(self.confidence_head.weight)
-        self._rope = Rope(config.head_dim, config.rope_theta, positions, None, torch.device("cpu"))
+        rope = Rope(config.head_dim, config.rope_theta, positions, None, torch.device("cpu"))
+        self.register_buffer("_cos_PD", rope.tables[0], persistent=False)
+        self.register_buffer("_sin_PD", rope.tables[1], persistent=False)
 
-    def rotation(self, positions_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotation(self, positions_R: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of rows."""
-        weight = self.fc.weight
-        cos, sin = self._rope.rows(positions_R.cpu(), weight.dtype)
-        return cos.to(weight.device), sin.to(weight.device)
+        cos_RD, sin_RD = self._cos_PD.index_select(0, positions_R), self._sin_PD.index_select(0, positions_R)
+        return cos_RD[:, None].to(dtype), sin_RD[:, None].to(dtype)
+
+    @property
+    def vocabulary(self) -> torch.Tensor | None:
+        """Tokens that it can guess, in rising order; None: all."""
+        return self.draft_tokens if self.config.draft_vocab_size else None
+
+    def places(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Place of each token among those that the draft can guess; the one behind them for others."""
+        known = self.vocabulary
+        if known is None:
+            return tokens
+        found = torch.searchsorted(known, tokens.contiguous())
+        return torch.where(known[found.clamp(max=len(known) - 1)] == tokens, found, len(known))
 
     def context(self, features_RX: torch.Tensor, positions_R: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values [R, K, D] of every layer for rows of the target, from its features."""
         u_RH = self.hidden_norm(self.fc(features_RX))
-        rotation = self.rotation(positions_R)
+        rotation = self.rotation(positions_R, u_RH.dtype)
         return [(layer.keys(u_RH, rotation), layer.values(u_RH)) for layer in self._each()]
 
     def block(self, x_QBH: torch.Tensor, positions_QB: torch.Tensor, attend: Attend) -> torch.Tensor:
         """States of block rows before the last norm, from their embeddings."""
-        rotation = self.rotation(positions_QB.flatten())
+        rotation = self.rotation(positions_QB.flatten(), x_QBH.dtype)
         for layer in self._each():
             x_QBH = layer(x_QBH, rotation, attend)
         return x_QBH

@@ -156,6 +156,16 @@ class Tokenizer:
             del ids[0]
         return ids
 
+    def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of each, on all cores."""
+        clean = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+        found: list[list[int]] = [
+            encoding.ids for encoding in self._library.encode_batch(clean, add_special_tokens=add_special_tokens)
+        ]
+        if add_special_tokens and self.bos_id is not None:
+            found = [ids[1:] if len(ids) > 1 and ids[0] == ids[1] == self.bos_id else ids for ids in found]
+        return found
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; see the class for the exact rule."""
         if self._kind == "other":

@@ -1,52 +1,67 @@
 """What a block draft learns: the target's own next tokens, from every place at once.
 
 Legend of shape suffixes: S sequences, T tokens, A anchors of a sequence, Q = S * A blocks, B rows of a block, P
-guesses of a block, H hidden, N query heads, K key-value heads, D head dimension, V vocabulary.
+guesses of a block, H hidden, N query heads, K key-value heads, D head dimension, V tokens that can be guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from lowlat.speculative.coupled import coupled_guess
 from lowlat.speculative.draft_heads import edge_scores
 from lowlat.speculative.draft_network import Attend, DraftNetwork, capped
-from lowlat.training.target import Written
+from lowlat.training.target import Target, Written
 
-_FADING = 4.0
+_FADING = 3.0
 """Guess i weighs exp(-i / this): it is of use only if those before it were right."""
 _NEVER = -1e4
 """Score of what is no candidate."""
 _CONFIDENCE = 0.2
 """Weight of the confidence head's loss."""
+_SHARPEST = 0.4
+"""Least temperature at which draft and target are compared; greedy answers too are learnt at this one."""
 
 
 class Blocks(NamedTuple):
     """Scores of guesses beside the tokens that came. What is not `known` lies behind a sequence's end."""
 
     scores_QPV: torch.Tensor
+    target_QPV: torch.Tensor
+    """The target's own logits."""
     wanted_QP: torch.Tensor
+    """Places of the tokens among those that can be guessed; one more than the last for others."""
     known_QP: torch.Tensor
+    numbers_QP: torch.Tensor
+    """Random numbers that the tokens were drawn with."""
+    temperature_Q: torch.Tensor
+    written_Q: torch.Tensor
+    """Whether the target wrote the tokens; else they are a prompt's, which nobody drew."""
     confidence_QP: torch.Tensor | None = None
     """Before the sigmoid."""
     unary_QPV: torch.Tensor | None = None
     """Of DFlash 2, whose `scores_QPV` are those of candidates alone: the logits that candidates come from."""
 
-    def right(self) -> torch.Tensor:
-        """[Q, P]: whether each guess is right and those before it are too."""
-        return (self.scores_QPV.argmax(-1) == self.wanted_QP).cumprod(-1).bool()
+    def judged(self) -> torch.Tensor:
+        """[Q, P]: where it is known whether a guess is right."""
+        return self.known_QP & self.written_Q[:, None]
+
+    @torch.no_grad()
+    def right(self, every: int = 1) -> torch.Tensor:
+        """[Q, P]: whether each guess, made as the engine makes them, is right and those before it are too; of every so
+        many-th block."""
+        scores_QPV, temperature_Q11 = self.scores_QPV[::every].float(), self.temperature_Q[::every, None, None]
+        likeliest_QP = scores_QPV.argmax(-1)
+        cumulative_QPV = (scores_QPV / temperature_Q11.clamp(min=1e-3)).softmax(-1).cumsum(-1)
+        drawn_QP = coupled_guess(cumulative_QPV, self.numbers_QP[::every, :, None])
+        guesses_QP = torch.where(temperature_Q11[..., 0] > 0, drawn_QP, likeliest_QP)
+        return (guesses_QP == self.wanted_QP[::every]).cumprod(-1).bool()
 
 
-def blocks(
-    network: DraftNetwork,
-    embed: Callable[[torch.Tensor], torch.Tensor],
-    head: Callable[[torch.Tensor], torch.Tensor],
-    written: Written,
-    anchors_SA: torch.Tensor,
-) -> Blocks:
+def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: torch.Tensor) -> Blocks:
     """The draft's scores after each anchor (places of tokens), each guess given that those before it were right."""
     config = network.config
     sequences, anchors = anchors_SA.shape
@@ -57,55 +72,103 @@ def blocks(
     places_SAB = anchors_SA[..., None] + torch.arange(config.block_size, device=device)
     input_QB = torch.full((sequences * anchors, config.block_size), config.mask_token_id, device=device)
     input_QB[:, 0] = tokens_ST.gather(1, anchors_SA).flatten()
-    x_QBH = embed(input_QB.flatten()).view(*input_QB.shape, -1)
+    x_QBH = target.embed(input_QB.flatten()).view(*input_QB.shape, -1)
     attend = _attend(context, anchors_SA, config.block_size, length, config.sliding_window)
     h_QBH = network.block(x_QBH, places_SAB.flatten(0, 1), attend)
-    first = 0 if config.kind == "dspark" else 1
-    h_QPH = h_QBH[:, first:]
+    h_QPH = h_QBH[:, 0 if config.kind == "dspark" else 1 :]
     wanted_SAP = anchors_SA[..., None] + 1 + torch.arange(config.proposals, device=device)
     known_QP = (wanted_SAP < tokens_ST.shape[1]).flatten(0, 1)
     wanted_SX = wanted_SAP.clamp(max=tokens_ST.shape[1] - 1).flatten(1)
     known_QP &= written.valid_ST.gather(1, wanted_SX).view_as(known_QP)
-    wanted_QP = tokens_ST.gather(1, wanted_SX).view_as(known_QP)
-    before_QP = torch.cat([input_QB[:, :1], wanted_QP[:, :-1]], 1)
+    tokens_QP = tokens_ST.gather(1, wanted_SX).view_as(known_QP)
+    wanted_QP = network.places(tokens_QP)
+    before_QP = torch.cat([network.places(input_QB[:, :1]), wanted_QP[:, :-1]], 1)
     normed_QPH = network.norm(h_QPH)
-    logits_QPV = capped(head(normed_QPH.flatten(0, 1)), config).view(*wanted_QP.shape, -1)
+    flat_RH = normed_QPH.flatten(0, 1)
+    logits_QPV = capped(target.head(flat_RH, network.vocabulary), config).view(*wanted_QP.shape, -1)
     confidence_QP = unary_QPV = None
     if config.kind == "dspark":
         before_QPE = network.markov_embed(before_QP)
         logits_QPV = logits_QPV + network.markov_head(before_QPE)
-        confidence_QP = network.confidence_head(torch.cat([h_QPH.detach(), before_QPE.detach()], -1))[..., 0]
+        joined = torch.cat([h_QPH.detach(), before_QPE.detach().to(h_QPH.dtype)], -1)
+        confidence_QP = network.confidence_head(joined)[..., 0]
     if config.kind == "dflash2":
-        flat = (logits_QPV.flatten(0, 1), normed_QPH.flatten(0, 1), before_QP.flatten())
+        flat = (logits_QPV.flatten(0, 1), flat_RH, before_QP.flatten())
         scores, candidates = edge_scores(network, *flat)
         unary_QPV = logits_QPV
         logits_QPV = torch.full_like(flat[0], _NEVER).scatter(1, candidates, scores).view_as(logits_QPV)
-    return Blocks(logits_QPV, wanted_QP, known_QP, confidence_QP, unary_QPV)
+    with torch.no_grad():
+        last_SXH = written.last_STH.gather(1, (wanted_SX - 1)[..., None].expand(-1, -1, config.hidden_size))
+        target_QPV = target.head(last_SXH, network.vocabulary).view_as(logits_QPV)
+        drawn_SX = (wanted_SX - written.prompt_tokens).clamp(min=0)
+    return Blocks(
+        logits_QPV,
+        target_QPV,
+        wanted_QP,
+        known_QP,
+        written.numbers_SA.gather(1, drawn_SX).view_as(known_QP),
+        written.temperature_S.repeat_interleave(anchors),
+        (anchors_SA >= written.prompt_tokens - 1).flatten(),
+        confidence_QP,
+        unary_QPV,
+    )
 
 
-def loss_of(found: Blocks) -> torch.Tensor:
-    """Cross entropy that fades along the block, and the confidence head's own."""
+def loss_of(found: Blocks, right_QP: torch.Tensor, every: int = 1) -> torch.Tensor:
+    """How far the draft's distributions are from the target's, fading along the block, and the confidence head's loss.
+
+    `right_QP`: `Blocks.right(every)`; it teaches confidence.
+    """
     places = torch.arange(found.wanted_QP.shape[1], device=found.wanted_QP.device)
-    weights_QP = torch.exp(-places / _FADING) * found.known_QP
-    each_QP = _entropy(found.scores_QPV, found.wanted_QP)
+    guessable_QP = found.wanted_QP < found.scores_QPV.shape[-1]
+    weights_QP = torch.exp(-places / _FADING) * (found.known_QP & guessable_QP)
+    weights_QP = weights_QP / weights_QP.sum().clamp(min=1e-6)
+    tau_Q11 = found.temperature_Q.clamp(min=_SHARPEST)[:, None, None]
+    compared_QPV = found.scores_QPV if found.unary_QPV is None else found.unary_QPV
+    loss: torch.Tensor = _Distance.apply(compared_QPV, found.target_QPV, weights_QP, tau_Q11)  # type: ignore[no-untyped-call]
     if found.unary_QPV is not None:
         chosen_QP = found.scores_QPV.gather(2, found.wanted_QP[..., None])[..., 0] > _NEVER
         # What is no candidate counts as the worst of them, and teaches the logits alone.
         worst_QP = (found.scores_QPV > _NEVER).sum(-1).log()
-        each_QP = _entropy(found.unary_QPV, found.wanted_QP) + torch.where(chosen_QP, each_QP, worst_QP)
-    loss = (each_QP * weights_QP).sum() / weights_QP.sum().clamp(min=1e-6)
+        scores_RV = found.scores_QPV.flatten(0, 1).float()
+        picked_QP = F.cross_entropy(scores_RV, found.wanted_QP.flatten(), reduction="none").view_as(worst_QP)
+        loss = loss + (torch.where(chosen_QP, picked_QP, worst_QP) * weights_QP).sum()
     if found.confidence_QP is not None:
-        right_QP = found.right()
         # Its question is asked only where the guesses before were right.
-        asked_QP = F.pad(right_QP[:, :-1], (1, 0), value=True) & found.known_QP
-        each_QP = F.binary_cross_entropy_with_logits(found.confidence_QP, right_QP.float(), reduction="none")
+        asked_QP = F.pad(right_QP[:, :-1], (1, 0), value=True) & found.judged()[::every]
+        confidence_QP = found.confidence_QP[::every].float()
+        each_QP = F.binary_cross_entropy_with_logits(confidence_QP, right_QP.float(), reduction="none")
         loss = loss + _CONFIDENCE * (each_QP * asked_QP).sum() / asked_QP.sum().clamp(min=1)
     return loss
 
 
-def _entropy(scores_QPV: torch.Tensor, wanted_QP: torch.Tensor) -> torch.Tensor:
-    each = F.cross_entropy(scores_QPV.flatten(0, 1), wanted_QP.flatten(), reduction="none")
-    return each.view_as(wanted_QP)
+class _Distance(torch.autograd.Function):
+    """Weighted sum of cross entropies of the target's distributions and the draft's, both at temperature tau. Times
+    tau, so that gradients of all temperatures are alike in size.
+
+    Vocabularies are large, so everything that is as large as the logits is computed once, and kept once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores_QPV: torch.Tensor, target_QPV: torch.Tensor, weights_QP: torch.Tensor, tau_Q11: torch.Tensor
+    ) -> torch.Tensor:
+        tau_Q11 = tau_Q11.to(scores_QPV.dtype)
+        scaled_QPV = scores_QPV / tau_Q11
+        wanted_QPV = (target_QPV / tau_Q11).softmax(-1)
+        best_QP, likeliest_QP = scaled_QPV.max(-1)
+        found_QPV = scaled_QPV.softmax(-1)
+        chance_QP = found_QPV.gather(-1, likeliest_QP[..., None])[..., 0]
+        total_QP = best_QP.float() - chance_QP.float().log()
+        mean_QP = torch.einsum("qpv,qpv->qp", wanted_QPV, scaled_QPV).float()
+        weights_QP = weights_QP * tau_Q11[..., 0]
+        ctx.save_for_backward(found_QPV.sub_(wanted_QPV).mul_((weights_QP / tau_Q11[..., 0]).to(found_QPV.dtype)[..., None]))
+        return ((total_QP - mean_QP) * weights_QP).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (found_QPV,) = ctx.saved_tensors
+        return found_QPV.mul_(gradient.to(found_QPV.dtype)), None, None, None
 
 
 def _attend(

@@ -1,6 +1,7 @@
 """The model that a draft is trained for: writes its own continuations and shows its states, on any device of PyTorch.
 
-Legend of shape suffixes: S sequences, T tokens of each, R rows, H hidden, X taps * H, V vocabulary.
+Legend of shape suffixes: S sequences, T tokens of each, A tokens of each answer, R rows, H hidden, X taps * H, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.cache.layout import KVPool
-from lowlat.layers.step import DecodeGroup, Segment, StepInputs
+from lowlat.layers.step import EvenGroup, StepInputs
 from lowlat.models.base import BuildContext
 from lowlat.models.config import UnsupportedModelError
 from lowlat.models.decoder import Decoder, Taps
@@ -44,14 +45,23 @@ class TorchPlatform:
 
 
 class Written(NamedTuple):
-    """Prompts and continuations, and what the draft may know of them."""
+    """Ends of prompts and their continuations, and what the draft may know of them."""
 
     tokens_ST: torch.Tensor
     features_STX: torch.Tensor
     """States of the tapped layers at every token but the last."""
     valid_ST: torch.Tensor
     """False after a sequence's end: nothing is to be learnt there."""
-    prompt_tokens: int
+    last_STH: torch.Tensor
+    """Normed last states at every token but the last: the target's head makes the next token's logits of them."""
+    numbers_SA: torch.Tensor
+    """Random numbers that the tokens of the answer were drawn with."""
+    temperature_S: torch.Tensor
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of each prompt's end that are here."""
+        return self.tokens_ST.shape[1] - self.numbers_SA.shape[1]
 
 
 class Target:
@@ -65,14 +75,22 @@ class Target:
             raise UnsupportedModelError(f"{checkpoint.name}: drafts are trained for dense decoders without windows")
         self.model, self.device, self.dtype = model, device, dtype
         self.config = model.config
+        self._head_of: tuple[torch.Tensor, torch.Tensor] | None = None
+        tied = model.config.tie_word_embeddings
+        self._head_VH = model.embedding_VH if tied else checkpoint.tensor("lm_head.weight", dtype).to(device)
 
     def embed(self, tokens_R: torch.Tensor) -> torch.Tensor:
-        """Embeddings [R, H] in float32."""
-        return self.model.embed(tokens_R).float()
+        """Embeddings [R, H] in the target's type."""
+        return self.model.embed(tokens_R)
 
-    def head(self, normed_RH: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] in float32 of normed states; gradients reach the states."""
-        return self.model.head(normed_RH.to(self.dtype)).float()
+    def head(self, normed_RH: torch.Tensor, tokens_V: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [R, V] of normed states, of `tokens_V` alone if given; gradients reach the states."""
+        weight = self._head_VH
+        if tokens_V is not None:
+            if self._head_of is None or self._head_of[0] is not tokens_V:
+                self._head_of = (tokens_V, weight.index_select(0, tokens_V).contiguous())
+            weight = self._head_of[1]
+        return F.linear(normed_RH.to(self.dtype), weight)
 
     @torch.no_grad()
     def write(
@@ -83,47 +101,67 @@ class Target:
         layers: tuple[int, ...],
         ends: frozenset[int],
         generator: torch.Generator,
+        kept: int | None = None,
     ) -> Written:
-        """Continue prompts of one length by `count` tokens each; states after `layers` are kept."""
+        """Continue prompts of one length by `count` tokens each; states after `layers` are kept.
+
+        `kept`: tokens of each prompt's end that are of use. None: all.
+        """
         sequences, prompt = len(prompts), len(prompts[0])
         room = prompt + count
+        skipped = 0 if kept is None else max(0, prompt - kept)
         pool = KVPool(self.model.kv_layout(sequences * room, 1), self.device)
-        seen: list[torch.Tensor] = []
-        self.model.taps = Taps(layers, lambda features_RX, step: seen.append(features_RX))
-        tokens_ST = torch.tensor(prompts, device=self.device)
-        bases_S = torch.arange(sequences, device=self.device) * room
+        tapped: list[torch.Tensor] = []
+
+        def take(features_RX: torch.Tensor, step: StepInputs) -> None:
+            features_STX = features_RX.view(sequences, -1, features_RX.shape[-1])
+            tapped.append(features_STX[:, skipped:].clone() if not tapped else features_STX)
+
+        self.model.taps = Taps(layers, take)
+        tokens_ST = torch.empty(sequences, room, dtype=torch.int64, device=self.device)
+        tokens_ST[:, :prompt] = torch.tensor(prompts).to(self.device)
+        numbers_SA = torch.rand(sequences, count, generator=generator, device=self.device)
+        places_T = torch.arange(room, device=self.device)
+        slots_ST = torch.arange(sequences, device=self.device)[:, None] * room + places_T
+        samples_S = torch.arange(sequences, device=self.device)
+        last: list[torch.Tensor] = []
         for length in range(prompt, room):
-            first = length == prompt
-            rows_ST = tokens_ST if first else tokens_ST[:, -1:]
-            positions = torch.arange(0 if first else length - 1, length, device=self.device)
-            write = (bases_S[:, None] + positions).flatten()
-            rows = rows_ST.shape[1]
-            segments: list[Segment] = []
-            decodes: list[DecodeGroup] = []
-            if rows > 1:
-                none = torch.empty(0, dtype=torch.int64, device=self.device)
-                segments = [Segment(n * rows, rows, length, none, n * room) for n in range(sequences)]
-            else:
-                slots = bases_S[:, None] + torch.arange(length, device=self.device)
-                decodes = [DecodeGroup(torch.arange(sequences, device=self.device), slots, None)]
-            last = torch.arange(1, sequences + 1, device=self.device) * rows - 1
+            rows = slice(0 if length == prompt else length - 1, length)
             step = StepInputs(
-                rows_ST.flatten(), positions.repeat(sequences), write, sequences * rows, segments, decodes, last
+                tokens_R=tokens_ST[:, rows].flatten(),
+                positions_R=places_T[rows].repeat(sequences),
+                write_slots=slots_ST[:, rows].flatten(),
+                real_rows=sequences * (rows.stop - rows.start),
+                segments=[],
+                decodes=[],
+                sample_rows=samples_S,
+                even=EvenGroup(sequences, length, room),
             )
-            chosen_S = _draw(self.model.forward(step, pool), temperature, generator)
-            tokens_ST = torch.cat([tokens_ST, chosen_S[:, None]], 1)
+            x_STH = self.model.states(step, pool).view(sequences, -1, self.config.hidden_size)
+            last.append(x_STH if last else x_STH[:, skipped:].clone())
+            x_SH = x_STH[:, -1]
+            tokens_ST[:, length] = _draw(self.model.logits(x_SH), temperature, numbers_SA[:, length - prompt])
         self.model.taps = None
-        ended = torch.zeros_like(tokens_ST, dtype=torch.bool)
+        ended_ST = torch.zeros_like(tokens_ST, dtype=torch.bool)
         for end in ends:
-            ended |= tokens_ST == end
-        ended[:, :prompt] = False
-        valid_ST = ended.long().cumsum(1) - ended.long() == 0
+            ended_ST |= tokens_ST == end
+        ended_ST[:, :prompt] = False
+        valid_ST = ended_ST.long().cumsum(1) - ended_ST.long() == 0
+        last_STH = torch.cat(last, 1)
         return Written(
-            tokens_ST, torch.cat([of.view(sequences, -1, of.shape[-1]) for of in seen], 1).float(), valid_ST, prompt
+            tokens_ST[:, skipped:].contiguous(),
+            torch.cat(tapped, 1),
+            valid_ST[:, skipped:].contiguous(),
+            F.rms_norm(last_STH, last_STH.shape[-1:], self.model.norm_H, self.config.rms_norm_eps),
+            numbers_SA,
+            torch.full((sequences,), temperature, device=self.device),
         )
 
 
-def _draw(logits_SV: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
+def _draw(logits_SV: torch.Tensor, temperature: float, numbers_S: torch.Tensor) -> torch.Tensor:
+    """Tokens where the distribution function reaches the numbers, as the engine's sampler draws them."""
     if temperature <= 0:
         return logits_SV.argmax(-1)
-    return torch.multinomial((logits_SV / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    cumulative_SV = (logits_SV / temperature).softmax(-1).cumsum(-1)
+    wanted_S1 = (numbers_S * cumulative_SV[:, -1])[:, None]
+    return torch.searchsorted(cumulative_SV, wanted_S1, right=True)[:, 0].clamp(max=logits_SV.shape[1] - 1)

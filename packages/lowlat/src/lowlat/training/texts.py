@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
+import torch
 
 from lowlat.text.chat import ChatTemplate
 from lowlat.text.tokenizer import Tokenizer
@@ -70,52 +72,79 @@ def conversations(file: Path) -> list[str]:
 
 
 class Prompts:
-    """Draws prompts of exactly `length` tokens, for ever."""
+    """Draws prompts from sessions and texts, for ever."""
 
     def __init__(
-        self, files: Sequence[Path], tokenizer: Tokenizer, chat: ChatTemplate | None, length: int, seed: int
+        self,
+        files: Sequence[Path],
+        tokenizer: Tokenizer,
+        chat: ChatTemplate | None,
+        longest: int,
+        seed: int,
+        *,
+        anywhere: bool = False,
     ) -> None:
-        """Raises `TextError` where no file is long enough."""
+        """`longest`: most tokens of a prompt. `anywhere`: half the prompts end within a session, not at the end of a
+        turn: so a model that answers the same prompt in the same way has more to say. Raises `TextError` where no file
+        is long enough."""
         self._random = random.Random(seed)
-        self._length = length
-        before, after = _frame(tokenizer, chat)
-        self._chat_room = length - len(before) - len(after)
-        if chat is not None and self._chat_room < 8:
-            frame = length - self._chat_room
+        self._anywhere = anywhere
+        before, after = self._frame = _frame(tokenizer, chat)
+        room = longest - len(before) - len(after)
+        if chat is not None and room < 8:
+            frame = longest - room
             raise TextError(
-                f"prompts of {length} tokens leave no room in the chat template, which takes {frame} itself: "
+                f"prompts of {longest} tokens leave no room in the chat template, which takes {frame} itself: "
                 f"use --prompt-tokens {frame + 8} or more"
             )
-        self._frame = (before, after)
-        self._sessions: list[list[list[int]]] = []
-        self._texts: list[list[int]] = []
-        for file in files:
-            if file.suffix == ".jsonl" and chat is not None:
-                # Conversations grow with every turn: what cannot reach into a prompt is not worth tokenizing.
-                ends = [text[-_LONGEST_TOKEN * self._chat_room :] for text in conversations(file)]
-                turns = [tokenizer.encode(text, add_special_tokens=False) for text in ends]
-                turns = [turn[-self._chat_room :] for turn in turns if len(turn) >= self._chat_room]
-                if turns:
-                    self._sessions.append(turns)
-            else:
-                tokens = tokenizer.encode(file.read_text(encoding="utf-8", errors="replace"))
-                if len(tokens) > length:
-                    self._texts.append(tokens)
+        sessions = [conversations(file) for file in files if file.suffix == ".jsonl" and chat is not None]
+        # Conversations grow with every turn: what cannot reach into a prompt is not worth tokenizing.
+        ends = [text[-_LONGEST_TOKEN * room :] for said in sessions for text in said]
+        turns = iter(tokenizer.encode_many(ends, add_special_tokens=False))
+        long = [[turn[-room:] for turn in islice(turns, len(said)) if len(turn) >= room] for said in sessions]
+        self._sessions = [turns for turns in long if turns]
+        whole = [said[-1] for said, turns in zip(sessions, long, strict=True) if turns] if anywhere else []
+        self._whole = tokenizer.encode_many(whole, add_special_tokens=False)
+        """All that was said in each session."""
+        others = [file for file in files if file.suffix != ".jsonl" or chat is None]
+        texts = tokenizer.encode_many([file.read_text(encoding="utf-8", errors="replace") for file in others])
+        self._texts = [tokens for tokens in texts if len(tokens) > longest]
         if not self._sessions and not self._texts:
-            raise TextError(f"no text is as long as a prompt of {length} tokens: use fewer --prompt-tokens")
-        self._weights = [len(turns) for turns in self._sessions], [len(tokens) // length for tokens in self._texts]
+            raise TextError(f"no text is as long as a prompt of {longest} tokens: use fewer --prompt-tokens")
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def counts(self, vocabulary: int) -> torch.Tensor:
+        """How often each token stands in the texts, [vocabulary]."""
+        parts = [torch.tensor(tokens) for tokens in (*self._whole, *self._texts)]
+        return torch.cat(parts).bincount(minlength=vocabulary)
+
+    def draw(self, length: int, count: int, sessions: float = 0.7) -> list[list[int]]:
+        """`count` prompts of exactly `length` tokens. `sessions`: share of those from sessions, where there is other
+        text too."""
+        return [self._one(length, sessions) for _ in range(count)]
+
+    def openings(self, count: int) -> list[list[int]]:
+        """What stands before a chat's first words, `count` times: a model that goes on from there asks and answers."""
+        before, _ = self._frame
+        return [before] * count if before else self.draw(1, count)
+
+    def _one(self, length: int, sessions: float) -> list[int]:
         draw = self._random
         before, after = self._frame
-        while True:
-            if self._sessions and (not self._texts or draw.random() < 0.7):
-                turns = draw.choices(self._sessions, self._weights[0])[0]
-                yield [*before, *draw.choice(turns), *after]
-            else:
-                tokens = draw.choices(self._texts, self._weights[1])[0]
-                start = draw.randrange(len(tokens) - self._length)
-                yield tokens[start : start + self._length]
+        room = length - len(before) - len(after)
+        if self._sessions and (not self._texts or draw.random() < sessions):
+            if self._anywhere and draw.random() < 0.5:
+                tokens = _by_length(draw, self._whole)
+                end = draw.randint(room, len(tokens))
+                return [*before, *tokens[end - room : end], *after]
+            turns = draw.choices(self._sessions, [len(turns) for turns in self._sessions])[0]
+            return [*before, *draw.choice(turns)[-room:], *after]
+        tokens = _by_length(draw, self._texts)
+        start = draw.randrange(len(tokens) - length)
+        return tokens[start : start + length]
+
+
+def _by_length(draw: random.Random, texts: list[list[int]]) -> list[int]:
+    return draw.choices(texts, [len(tokens) for tokens in texts])[0]
 
 
 def _frame(tokenizer: Tokenizer, chat: ChatTemplate | None) -> tuple[list[int], list[int]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,66 +18,35 @@ from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.speculative.draft_files import DraftConfig, default_taps, save_draft
 from lowlat.speculative.draft_network import DraftNetwork
 from lowlat.training.draft_loss import blocks, loss_of
+from lowlat.training.muon import Muon
+from lowlat.training.recipe import Measured, Progress, Recipe
 from lowlat.training.target import Target, Written
 from lowlat.training.texts import Prompts, TextError, Texts
 
 _FIRST_NORM = 0.2
+_WARM = 0.03
+"""Part of a training in which the learning rate rises."""
+_TELL_S = 2.0
+"""Least seconds between reports: each waits for the device."""
+_LOOKED_AT = 7
+"""One in so many blocks of a step is looked at for acceptance, and teaches confidence."""
+_ALONE_TEMPERATURE = 0.9
+_FRAME = 256
+"""More tokens than stand before a chat's first words."""
+_SPAN = 192
+"""Tokens at a prompt's end that can be anchors."""
+_MIXED = 8
+"""Most writings that a step's sequences come from."""
+_WRITTEN = 20
+"""Tokens of the target count so many times those of the texts, in the choice of what can be guessed."""
+_COMMON = 2e-5
+"""Share of all tokens that the first token has beside what is counted, falling with its number: tokenizers number
+tokens by how common they are."""
+
+Tell = Callable[[Progress], None]
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """All choices of a training; written beside the draft."""
-
-    model: str
-    kind: str = "dspark"
-    data: tuple[str, ...]
-    hold_out: int = 3
-    steps: int = 2000
-    sequences: int = 32
-    """Sequences that the target writes for a round of training."""
-    rounds: int = 4
-    """Steps on each round's sequences, with new anchors every time."""
-    anchors: int = 16
-    """Blocks of a sequence in a step."""
-    prompt_tokens: int = 384
-    answer_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    """The target writes with these in turn."""
-    block_size: int = 6
-    layers: int = 2
-    taps: int = 3
-    intermediate_size: int = 1024
-    rank: int = 48
-    """Of the Markov head or the candidate selector."""
-    learning_rate: float = 1e-3
-    device: str = "auto"
-    seed: int = 0
-    int8: bool = False
-    measured: int = 48
-    """Held-out sequences for each temperature."""
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """After a step: its loss, and how often guesses were right, with those before them, by place."""
-
-    step: int
-    steps: int
-    loss: float
-    right: list[float]
-    seconds: float
-    writing_seconds: float
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """Acceptance on held-out text: the share of blocks whose first guess, first two guesses, ... are right, and their
-    sum, the tokens accepted a step beyond the one that comes anyway."""
-
-    temperature: float
-    by_position: list[float]
-    accepted: float
-    blocks: int
-
-
-def train(recipe: Recipe, output: Path, tell: Callable[[Progress], None]) -> list[Measured]:
+def train(recipe: Recipe, output: Path, tell: Tell) -> list[Measured]:
     """Train, measure, and write the draft with training.json into `output`.
 
     Raises `TextError`, `CheckpointError`, `UnsupportedModelError`, `DraftFileError`.
@@ -85,30 +55,33 @@ def train(recipe: Recipe, output: Path, tell: Callable[[Progress], None]) -> lis
     checkpoint = open_checkpoint(recipe.model)
     tokenizer = checkpoint.tokenizer()
     chat = checkpoint.chat(tokenizer)
-    room = recipe.prompt_tokens + recipe.answer_tokens + recipe.block_size
+    room = max(recipe.prompt_tokens + recipe.answer_tokens, _FRAME + recipe.alone_tokens) + recipe.block_size
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     target = Target(checkpoint, device, dtype, room)
     config = shape_of(recipe, target)
     config.check()
     files = Texts([Path(path) for path in recipe.data], recipe.hold_out)
-    prompts = Prompts(files.training, tokenizer, chat, recipe.prompt_tokens, recipe.seed)
+    prompts = Prompts(files.training, tokenizer, chat, recipe.prompt_tokens, recipe.seed, anywhere=True)
     torch.manual_seed(recipe.seed)
     network = DraftNetwork(config, room)
     # States of a new draft point anywhere: at full size the target's head would be very sure of very wrong tokens.
     torch.nn.init.constant_(network.norm.weight, _FIRST_NORM)
     network.to(device)
-    ends = frozenset(eos_ids(checkpoint))
-    _learn(recipe, target, network, ends, iter(prompts), tell)
+    training = Training(recipe, target, network, frozenset(eos_ids(checkpoint)))
+    training.run(prompts, tell)
     measured = []
     if files.held_out:
         held_out = Prompts(files.held_out, tokenizer, chat, recipe.prompt_tokens, recipe.seed + 1)
-        measured = [measure(recipe, target, network, ends, iter(held_out), at) for at in recipe.temperatures]
-    save_draft(output, config, network.state_dict(), int8=recipe.int8)
+        measured = [training.measure(held_out, at) for at in sorted(set(recipe.temperatures))]
+    weights = network.state_dict() | {"fc.weight_columns": training.factors_X}
+    save_draft(output, config, weights, int8=recipe.int8)
     report = {
         "recipe": msgspec.to_builtins(recipe),
+        "steps": training.steps,
         "training_files": [path.name for path in files.training],
         "held_out_files": [path.name for path in files.held_out],
         "measured": msgspec.to_builtins(measured),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
     }
     (output / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -140,88 +113,189 @@ def shape_of(recipe: Recipe, target: Target) -> DraftConfig:
         mask_token_id=of.vocab_size - 1,
         block_size=recipe.block_size,
         rope_theta=of.rope_theta,
+        sliding_window=recipe.window,
+        draft_vocab_size=recipe.vocabulary if recipe.vocabulary < of.vocab_size else 0,
         **extra[recipe.kind],
     )
 
 
-def _learn(
-    recipe: Recipe,
-    target: Target,
-    network: DraftNetwork,
-    ends: frozenset[int],
-    prompts: Iterator[list[int]],
-    tell: Callable[[Progress], None],
-) -> None:
-    optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    generator = torch.Generator(target.device).manual_seed(recipe.seed)
-    warm = max(1, min(100, recipe.steps // 10))
+class Training:
+    """One draft's training: the target's writings, the steps, and what is measured after them."""
 
-    def rate(step: int) -> float:
-        return min(1.0, (step + 1) / warm) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / recipe.steps)))
+    def __init__(self, recipe: Recipe, target: Target, network: DraftNetwork, ends: frozenset[int]) -> None:
+        self._recipe, self._target, self._network, self._ends = recipe, target, network, ends
+        self.steps = 0
+        self.factors_X: torch.Tensor | None = None
+        """By which features are multiplied, so that all have about the same size."""
+        self._generator = torch.Generator(target.device).manual_seed(recipe.seed)
+        self._kept: deque[Written] = deque(maxlen=recipe.kept)
+        self._writings = self._prompted = 0
+        # Matrices between states go by Muon, which needs far fewer steps; rows of tokens and norms by AdamW.
+        inner = [weight for name, weight in network.named_parameters() if _inner(name, weight)]
+        others = [weight for name, weight in network.named_parameters() if not _inner(name, weight)]
+        self._muon = Muon(inner)
+        self._adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    started, writing = time.monotonic(), 0.0
-    written: Written | None = None
-    for step in range(recipe.steps):
-        if written is None or step % recipe.rounds == 0:
-            begun = time.monotonic()
-            temperature = recipe.temperatures[step // recipe.rounds % len(recipe.temperatures)]
-            written = target.write(
-                list(islice(prompts, recipe.sequences)),
-                recipe.answer_tokens,
-                temperature,
-                network.config.target_layer_ids,
-                ends,
-                generator,
-            )
-            writing += time.monotonic() - begun
-        anchors_SA = draw_anchors(written, recipe.anchors, generator)
-        found = blocks(network, target.embed, target.head, written, anchors_SA)
-        loss = loss_of(found)
-        optimizer.zero_grad()
+    def run(self, prompts: Prompts, tell: Tell) -> None:
+        """Write and learn until steps or seconds are over."""
+        recipe = self._recipe
+        started, told, writing = time.monotonic(), 0.0, 0.0
+        done = 0.0
+        while done < 1.0:
+            if self.steps % recipe.rounds == 0:
+                begun = time.monotonic()
+                self._write(prompts)
+                if self.steps == 0:
+                    self._prepare(prompts)
+                writing += time.monotonic() - begun
+            passed = time.monotonic() - started
+            begin = passed / recipe.seconds if recipe.seconds else self.steps / recipe.steps
+            loss, right_QP, known_QP = self._step(min(1.0, begin))
+            self.steps += 1
+            passed = time.monotonic() - started
+            done = min(1.0, passed / recipe.seconds if recipe.seconds else self.steps / recipe.steps)
+            if passed - told > _TELL_S or done == 1.0 or self.steps == 1:
+                right = _survival(right_QP, known_QP).tolist()  # waits for the device
+                passed = told = time.monotonic() - started
+                tell(Progress(self.steps, done, float(loss), right, passed, writing))
+
+    def _prepare(self, prompts: Prompts) -> None:
+        """Choose the tokens that can be guessed, and scale features, by what the target writes."""
+        network, vocabulary = self._network, self._network.config.vocab_size
+        while len(self._kept) < min(len(self._recipe.temperatures), self._recipe.kept):
+            self._write(prompts)
+        self.factors_X = 1 / self._kept[0].features_STX.abs().mean((0, 1), dtype=torch.float32).clamp(min=1e-6)
+        for of in self._kept:
+            of.features_STX.mul_(self.factors_X)
+        if network.vocabulary is not None:
+            counts_V = prompts.counts(vocabulary)
+            for of in self._kept:
+                tokens = of.tokens_ST[:, of.prompt_tokens :].cpu().flatten()
+                counts_V += _WRITTEN * tokens.bincount(minlength=vocabulary)
+            network.draft_tokens.copy_(_most_common(counts_V, network.config.draft_vocab_size))
+
+    def _write(self, prompts: Prompts) -> None:
+        recipe = self._recipe
+        count = recipe.writes * recipe.sequences
+        self._writings += 1
+        if recipe.alone_tokens and self._writings % 3 == 0:
+            opening = prompts.openings(count)
+            written = self._written(opening, recipe.alone_tokens, _ALONE_TEMPERATURE, self._generator, frozenset())
+        else:
+            temperature = recipe.temperatures[self._prompted % len(recipe.temperatures)]
+            # Temperatures and lengths take turns, each with each.
+            lengths = _lengths(recipe.prompt_tokens)
+            length = lengths[self._prompted // len(recipe.temperatures) % len(lengths)]
+            self._prompted += 1
+            drawn = prompts.draw(length, count, recipe.sessions)
+            written = self._written(drawn, recipe.answer_tokens, temperature, self._generator, self._ends)
+        self._kept.append(written)
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
+
+    def _written(
+        self,
+        drawn: list[list[int]],
+        tokens: int,
+        temperature: float,
+        generator: torch.Generator,
+        ends: frozenset[int],
+    ) -> Written:
+        recipe, layers = self._recipe, self._network.config.target_layer_ids
+        kept = recipe.window + _SPAN if recipe.window else None
+        written = self._target.write(drawn, tokens, temperature, layers, ends, generator, kept)
+        if self.factors_X is not None:
+            written.features_STX.mul_(self.factors_X)
+        return written
+
+    def _batch(self) -> Written:
+        """Sequences of some writings of one shape, in equal parts."""
+        parts = []
+        draw = random.Random(self.steps)
+        shape = draw.choice(self._kept).tokens_ST.shape
+        alike = [written for written in self._kept if written.tokens_ST.shape == shape]
+        chosen = draw.sample(alike, min(_MIXED, len(alike)))
+        for index, written in enumerate(chosen):
+            share = self._recipe.sequences * (index + 1) // len(chosen)
+            share -= self._recipe.sequences * index // len(chosen)
+            rows = torch.randperm(len(written.tokens_ST), generator=self._generator, device=self._target.device)[:share]
+            parts.append([field.index_select(0, rows) for field in written])
+        return Written(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+
+    def _step(self, done: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Learn once; loss, and what was right and known of the blocks that were looked at."""
+        recipe, network = self._recipe, self._network
+        rate = recipe.learning_rate * min(1.0, (done + 1e-3) / _WARM) * _cooling(done)
+        self._muon.rate = self._adam.param_groups[0]["lr"] = rate
+        written = self._batch()
+        anchors_SA = draw_anchors(written, recipe.anchors, self._generator, recipe.text_anchors)
+        with torch.autocast(self._target.device.type, torch.bfloat16, enabled=self._target.dtype == torch.bfloat16):
+            found = blocks(network, self._target, written, anchors_SA)
+        every = min(_LOOKED_AT, len(found.wanted_QP))
+        right_QP = found.right(every)
+        loss = loss_of(found, right_QP, every)
+        network.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        right = _survival(found.right(), found.known_QP).tolist()
-        tell(Progress(step + 1, recipe.steps, float(loss.detach()), right, time.monotonic() - started, writing))
+        self._muon.step()
+        self._adam.step()
+        return loss.detach(), right_QP, found.judged()[::every]
+
+    @torch.no_grad()
+    def measure(self, prompts: Prompts, temperature: float) -> Measured:
+        """Acceptance at every place of what the target writes to held-out prompts."""
+        recipe, target = self._recipe, self._target
+        generator = torch.Generator(target.device).manual_seed(recipe.seed + 1)
+        rights, knowns = [], []
+        for first in range(0, recipe.measured, recipe.sequences):
+            count = min(recipe.sequences, recipe.measured - first)
+            drawn = prompts.draw(recipe.prompt_tokens, count)
+            written = self._written(drawn, recipe.answer_tokens, temperature, generator, self._ends)
+            every = torch.arange(written.prompt_tokens, written.tokens_ST.shape[1] - self._network.config.proposals)
+            for part in torch.split(every, 16):
+                anchors_SA = part.to(target.device).expand(count, -1)
+                with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
+                    found = blocks(self._network, target, written, anchors_SA)
+                # A block counts where its whole length was written before the end.
+                whole = found.known_QP.all(1)
+                rights.append(found.right()[whole].cpu())
+                knowns.append(found.known_QP[whole].cpu())
+        right, known = torch.cat(rights), torch.cat(knowns)
+        by_position = _survival(right, known).tolist()
+        return Measured(temperature, by_position, sum(by_position), len(right))
 
 
-@torch.no_grad()
-def measure(
-    recipe: Recipe,
-    target: Target,
-    network: DraftNetwork,
-    ends: frozenset[int],
-    prompts: Iterator[list[int]],
-    temperature: float,
-) -> Measured:
-    """Acceptance at every place of what the target writes to held-out prompts."""
-    generator = torch.Generator(target.device).manual_seed(recipe.seed + 1)
-    rights, knowns = [], []
-    for first in range(0, recipe.measured, recipe.sequences):
-        count = min(recipe.sequences, recipe.measured - first)
-        layers = network.config.target_layer_ids
-        written = target.write(list(islice(prompts, count)), recipe.answer_tokens, temperature, layers, ends, generator)
-        every = torch.arange(written.prompt_tokens, written.tokens_ST.shape[1] - network.config.proposals)
-        for part in torch.split(every, 16):
-            anchors_SA = part.to(target.device).expand(count, -1)
-            found = blocks(network, target.embed, target.head, written, anchors_SA)
-            # A block counts where its whole length was written before the end.
-            whole = found.known_QP.all(1)
-            rights.append(found.right()[whole].cpu())
-            knowns.append(found.known_QP[whole].cpu())
-    right, known = torch.cat(rights), torch.cat(knowns)
-    by_position = _survival(right, known).tolist()
-    return Measured(temperature, by_position, sum(by_position), len(right))
-
-
-def draw_anchors(written: Written, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Places [S, A] of anchors: the last token of the prompt, or a token of the answer before its end."""
+def draw_anchors(written: Written, count: int, generator: torch.Generator, texts: int = 0) -> torch.Tensor:
+    """Places [S, A] of anchors: the last token of the prompt, or a token of the answer before its end; the last
+    `texts` of them tokens of the prompt, if that is long."""
     first, last = written.prompt_tokens - 1, written.tokens_ST.shape[1] - 2
     lengths_S = (written.valid_ST.sum(1) - 2).clamp(min=first, max=last)
     random_SA = torch.rand(len(lengths_S), count, generator=generator, device=lengths_S.device)
-    return first + (random_SA * (lengths_S - first + 1)[:, None]).long()
+    places_SA = first + (random_SA * (lengths_S - first + 1)[:, None]).long()
+    earliest = max(0, first - _SPAN)
+    if first - earliest == _SPAN:
+        places_SA[:, count - texts :] = (earliest + random_SA[:, count - texts :] * (first - earliest)).long()
+    return places_SA
+
+
+def _lengths(longest: int) -> tuple[int, ...]:
+    """Lengths of prompts: a draft shall know short ones and long ones."""
+    return (longest,) if longest < _SPAN else (longest // 3, longest, longest // 2)
+
+
+def _inner(name: str, weight: torch.Tensor) -> bool:
+    return weight.dim() == 2 and (name.startswith("layers.") or name == "fc.weight")
+
+
+def _cooling(done: float) -> float:
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _most_common(counts_V: torch.Tensor, size: int) -> torch.Tensor:
+    """The `size` most frequent tokens, in rising order."""
+    rank_V = torch.arange(len(counts_V))
+    expected_V = counts_V + counts_V.sum() * _COMMON * 1000 / (rank_V + 1000)
+    return expected_V.topk(size).indices.sort().values
 
 
 def _survival(right_QP: torch.Tensor, known_QP: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,76 @@
+"""What a training of a draft is told, and what it tells."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """All choices of a training; written beside the draft."""
+
+    model: str
+    kind: str = "dspark"
+    data: tuple[str, ...]
+    hold_out: int = 3
+    steps: int = 2000
+    seconds: float | None = None
+    """Time for writing and learning in place of a number of steps."""
+    sequences: int = 32
+    """Sequences that the target writes at once, and that a step learns from."""
+    writes: int = 1
+    """Writings at a time: each is of so many times `sequences`."""
+    rounds: int = 4
+    """Steps after each writing."""
+    kept: int = 1
+    """Writings that steps choose their sequences from."""
+    anchors: int = 16
+    """Blocks of a sequence in a step."""
+    text_anchors: int = 0
+    """How many of these lie in the prompt, whose tokens the target has not chosen but has an opinion on."""
+    sessions: float = 0.7
+    """Share of prompts from sessions, where there is other text too."""
+    prompt_tokens: int = 384
+    """Of the longest prompts; others have a half or a third."""
+    answer_tokens: int = 128
+    alone_tokens: int = 0
+    """Every third writing has no prompts: the target talks to itself, for so many tokens. 0: none has."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """The target writes with these in turn."""
+    block_size: int = 6
+    layers: int = 2
+    taps: int = 3
+    intermediate_size: int = 1024
+    rank: int = 48
+    """Of the Markov head or the candidate selector."""
+    vocabulary: int = 0
+    """Tokens that the draft can guess, the most frequent of the texts; 0: all."""
+    window: int = 0
+    """Tokens before a block that the draft sees; 0: all."""
+    learning_rate: float = 1e-3
+    device: str = "auto"
+    seed: int = 0
+    int8: bool = False
+    measured: int = 48
+    """Held-out sequences for each temperature."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """After a step: its loss, and how often guesses were right, with those before them, by place."""
+
+    step: int
+    done: float
+    """Part of the whole training, from 0 to 1."""
+    loss: float
+    right: list[float]
+    seconds: float
+    writing_seconds: float
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Acceptance on held-out text: the share of blocks whose first guess, first two guesses, ... are right, and their
+    sum, the tokens accepted a step beyond the one that comes anyway."""
+
+    temperature: float
+    by_position: list[float]
+    accepted: float
+    blocks: int
