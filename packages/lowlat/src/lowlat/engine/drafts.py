@@ -22,6 +22,7 @@ from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
 from lowlat.models.loading.errors import CheckpointError
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import SingleRank
+from lowlat.speculative.coupled import SPREAD
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft
 from lowlat.speculative.draft_model import ModelProposer
@@ -60,8 +61,8 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build
     return _TrainedDraft(config.spec, config.draft, checkpoint, model, build)
 
 
-def _choose(runner: ModelRunner) -> Choose:
-    return lambda logits_V, slot, position: draw_guess(logits_V, runner.sampling_of(slot), position)
+def _choose(runner: ModelRunner, spread: float = 0.0) -> Choose:
+    return lambda logits_V, slot, position: draw_guess(logits_V, runner.sampling_of(slot), position, spread)
 
 
 class _SmallModel:
@@ -122,7 +123,8 @@ class _TrainedDraft:
     def bind(self, runner: ModelRunner) -> Proposer:
         pages, size = _pool_size(runner)
         pool = KVPool(draft_layout(self._network, pages, size), torch.device("cpu"))
-        proposer = BlockProposer(self._network, pool, runner, self._model.embed, self._head, choose=_choose(runner))
+        choose = _choose(runner, SPREAD)
+        proposer = BlockProposer(self._network, pool, runner, self._model.embed, self._head, choose=choose)
         if runner.rank == 0:
             self._model.taps = Taps(self._network.config.target_layer_ids, proposer.extend)
         return proposer

@@ -13,6 +13,7 @@ from lowlat.engine.batch import MIN_TEMPERATURE, SlotSampling
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.request import TokenLogprobs
 from lowlat.grammars.matcher import AnswerOverError
+from lowlat.speculative.coupled import coupled_guess
 
 # Filters look at so many of the most likely tokens first, and sort the whole vocabulary only if those are too few.
 _FIRST_LOOK = 256
@@ -117,10 +118,18 @@ def simulated_bursts(
     return bursts, entries if any(entry is not None for entry in entries) else None
 
 
-def draw_guess(logits_V: torch.Tensor, setting: SlotSampling, position: int) -> int:
+def draw_guess(logits_V: torch.Tensor, setting: SlotSampling, position: int, spread: float = 0.0) -> int:
     """A draft's guess of the token at `position`: drawn from the draft's distribution with the random number that the
-    target's token will be drawn with, so the more alike the two are, the more often they are the same."""
-    return _choose(logits_V, int(logits_V.argmax()), setting, position, None)
+    target's token will be drawn with, so the more alike the two are, the more often they are the same.
+
+    `spread`: about how far the draft's distribution function is from the target's (`coupled_guess`).
+    """
+    if setting.temperature < MIN_TEMPERATURE:
+        return int(logits_V.argmax())
+    cumulative, ids = _distribution(logits_V, setting)
+    number = uniform(setting.seed, position)
+    index = int(coupled_guess(cumulative / cumulative[-1], number, spread)) if spread else _place(cumulative, number)
+    return index if ids is None else int(ids[index])
 
 
 def _choose(
@@ -152,7 +161,20 @@ def _mix(value: int) -> int:
 
 
 def _draw(logits_V: torch.Tensor, setting: SlotSampling, number: float) -> int:
-    """Invert the distribution function at `number`, after temperature, then top-k, top-p and min-p."""
+    """Invert the distribution function at `number`."""
+    cumulative, ids = _distribution(logits_V, setting)
+    index = _place(cumulative, number)
+    return index if ids is None else int(ids[index])
+
+
+def _place(cumulative: torch.Tensor, number: float) -> int:
+    index = int(torch.searchsorted(cumulative, number * float(cumulative[-1]), right=True))
+    return min(index, len(cumulative) - 1)
+
+
+def _distribution(logits_V: torch.Tensor, setting: SlotSampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The distribution function after temperature, then top-k, top-p and min-p, and the tokens that it goes over; None:
+    all, in order."""
     scaled_V = (logits_V - logits_V.max()).div_(setting.temperature)
     if setting.top_k > 0:
         scaled, ids = scaled_V.topk(min(setting.top_k, len(scaled_V)))
@@ -169,9 +191,7 @@ def _draw(logits_V: torch.Tensor, setting: SlotSampling, number: float) -> int:
     if setting.min_p > 0.0:
         likely = int((probabilities[: len(cumulative)] >= setting.min_p * probabilities[0]).sum())
         cumulative = cumulative[:likely]
-    index = int(torch.searchsorted(cumulative, number * float(cumulative[-1]), right=True))
-    index = min(index, len(cumulative) - 1)
-    return index if ids is None else int(ids[index])
+    return cumulative, ids
 
 
 def _head_of(probabilities_V: torch.Tensor, setting: SlotSampling) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,7 +83,9 @@ def _even(
     rows, heads, dim = q_RND.shape
     each, kv_heads = rows // group.requests, keys_SKD.shape[1]
     keys_BKLD, values_BKLD = (
-        pool[: group.requests * group.room].view(group.requests, group.room, kv_heads, dim)[:, : group.length].transpose(1, 2)
+        pool[: group.requests * group.room]
+        .view(group.requests, group.room, kv_heads, dim)[:, : group.length]
+        .transpose(1, 2)
         for pool in (keys_SKD, values_SKD)
     )
     if each == 1:

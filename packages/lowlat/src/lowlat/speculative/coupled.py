@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-SPREAD = 0.15
+SPREAD = 0.3
 """Half the stretch: about how far a trained draft's distribution function is from its target's."""
 
 

@@ -1,7 +1,7 @@
 """A trained draft on disk: a folder with config.json and model.safetensors, weights as they are or as int8 rows.
 
-An int8 matrix NAME comes with NAME_scale, float32 [rows]: row r is the integers times scale r. `fc.weight` may come with
-`fc.weight_columns`, by which its columns are multiplied then: features differ in size, and rows of int8 shall not.
+An int8 matrix NAME comes with NAME_scale, float32 [rows]: row r is the integers times scale r. `fc.weight` may come
+with `fc.weight_columns`, by which its columns are multiplied then: features differ in size, and rows of int8 shall not.
 """
 
 from __future__ import annotations

@@ -155,6 +155,9 @@ class DraftNetwork(nn.Module):
             nn.init.normal_(self.markov_embed.weight, std=0.02)
             nn.init.zeros_(self.markov_head.weight)
             nn.init.zeros_(self.confidence_head.weight)
+        self.draft_tokens: torch.Tensor
+        self._cos_PD: torch.Tensor
+        self._sin_PD: torch.Tensor
         rope = Rope(config.head_dim, config.rope_theta, positions, None, torch.device("cpu"))
         self.register_buffer("_cos_PD", rope.tables[0], persistent=False)
         self.register_buffer("_sin_PD", rope.tables[1], persistent=False)

@@ -161,9 +161,8 @@ class _Distance(torch.autograd.Function):
         chance_QP = found_QPV.gather(-1, likeliest_QP[..., None])[..., 0]
         total_QP = best_QP.float() - chance_QP.float().log()
         mean_QP = torch.einsum("qpv,qpv->qp", wanted_QPV, scaled_QPV).float()
-        weights_QP = weights_QP * tau_Q11[..., 0]
-        ctx.save_for_backward(found_QPV.sub_(wanted_QPV).mul_((weights_QP / tau_Q11[..., 0]).to(found_QPV.dtype)[..., None]))
-        return ((total_QP - mean_QP) * weights_QP).sum()
+        ctx.save_for_backward(found_QPV.sub_(wanted_QPV).mul_(weights_QP.to(found_QPV.dtype)[..., None]))
+        return ((total_QP - mean_QP) * weights_QP * tau_Q11[..., 0]).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -48,4 +48,5 @@ def orthogonal(x_MOI: torch.Tensor) -> torch.Tensor:
     for _ in range(_ROUNDS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).float()
+    result: torch.Tensor = (x.mT if tall else x).float()
+    return result
