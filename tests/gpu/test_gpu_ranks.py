@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+
+from lowlat.engine.executor import ExecutorError
+from lowlat.engine.request import SamplingParams
+from lowlat.offline import Engine, Generation
+from tiny_tokenizer import byte_tokenizer
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -25,3 +34,89 @@ def test_pushed_sums(ranks, tmp_path):
     said = [run.communicate(timeout=120)[0].decode() for run in runs]
     assert [run.returncode for run in runs] == [0] * ranks, "\n".join(said)
     assert all("part of sum" in text and "done" in text for text in said)
+
+
+KINDS = [
+    SamplingParams(max_tokens=24, temperature=0),
+    SamplingParams(max_tokens=24, temperature=0.9, seed=2**64 - 5),
+    SamplingParams(max_tokens=20, temperature=0.8, seed=3, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(max_tokens=12, temperature=0.7, seed=4, repetition_penalty=1.2, logit_bias=((7, 2.0),)),
+    SamplingParams(max_tokens=10, temperature=0, logprobs=3),
+    SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1),
+]
+SETTINGS = {
+    "device": "cuda", "max_batch": 4, "max_context": 256, "kv_tokens": 2048, "run_ahead": 2, "low_latency": "off",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with QK-norm and four key-value heads."""
+    path = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=101,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        eos_token_id=None,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text(byte_tokenizer(101))
+    return path
+
+
+def answers(path: Path, size: int, dtype: str) -> list[Generation]:
+    prompts = [[(7 * n + k) % 101 for k in range(5 + 30 * n)] for n in range(len(KINDS))]
+    with Engine(model=str(path), tensor_parallel=size, dtype=dtype, **SETTINGS) as engine:
+        executor = engine._core.executor
+        runner = (executor._rank0 if size > 1 else executor)._runner
+        assert runner.bodies.captured > 0
+        if size > 1:
+            assert (type(runner.model.sums).__name__ == "PushSums") == (dtype == "bfloat16")
+        got: list[Generation] = engine.generate(prompts, KINDS)
+        assert set(runner.fallbacks) == {"prompt log-probabilities"}
+    return got
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_ranks_go_on_with_the_same_tokens_as_one(tiny, ranks):
+    expected, got = answers(tiny, 1, "float32"), answers(tiny, ranks, "float32")
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_pushed_sums_leave_the_model_as_it_was(tiny, ranks):
+    """In bfloat16 sums of ranks round elsewhere: log-probabilities of first tokens stay near those of one rank."""
+    expected, got = answers(tiny, 1, "bfloat16"), answers(tiny, ranks, "bfloat16")
+    mine, theirs = ({entry.token_id: entry.logprob for entry in many[4].logprobs[0].top} for many in (got, expected))
+    common = mine.keys() & theirs.keys()
+    assert len(common) >= 2
+    assert all(abs(mine[token] - theirs[token]) < 0.1 for token in common)
+    again = answers(tiny, ranks, "bfloat16")
+    assert [one.token_ids for one in again] == [one.token_ids for one in got], "the same bits every time"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_lost_rank_is_an_error_and_the_gpu_goes_on(tiny, dtype):
+    """Whether the others wait in pushes or in NCCL."""
+    engine = Engine(model=str(tiny), tensor_parallel=2, dtype=dtype, watchdog_s=20, **SETTINGS)
+    begun = time.monotonic()
+    try:
+        stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=200, temperature=0))
+        next(stream)
+        rank = engine._core.executor._group._processes[0]
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.wait()
+        with pytest.raises(ExecutorError, match=r"ranks \[1\] ended unexpectedly|part of sum"):
+            for _ in stream:
+                pass
+    finally:
+        engine.close()
+    assert time.monotonic() - begun < 30
+    assert torch.ones(1000, device="cuda").sum().item() == 1000

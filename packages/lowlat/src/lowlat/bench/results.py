@@ -24,9 +24,10 @@ SCHEMA = 1
 
 ARMS = frozenset({
     "general", "lowlat-nvidia", "lowlat-amd", "lowlat-cpu", "torch-eager-graph", "torch-compile", "transformers",
-    "vllm", "sglang", "read-floor", "scripted",
+    "vllm", "sglang", "nccl", "read-floor", "scripted",
 })  # fmt: skip
-"""Known arms. Somebody else's kernel library is written `plugin:NAME`; `scripted` is the server of the trust test."""
+"""Known arms. Somebody else's kernel library is written `plugin:NAME`; `scripted` is the server of the trust test;
+`nccl` stands for sums over ranks by NCCL where lowlat has its own."""
 
 TIMES = frozenset({
     "step_us", "layer_us", "ttft_ms", "itl_ms_p90", "latency_ms", "host_us_per_step", "region_us", "ready_ms",
