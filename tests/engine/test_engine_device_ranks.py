@@ -84,6 +84,21 @@ def test_ranks_go_on_with_the_same_tokens_as_one(tiny: Path):
             assert mine == pytest.approx(other, abs=1e-4)
 
 
+def test_ranks_read_the_same_labels(tiny: Path):
+    """Of `/v1/score`: rank 0 knows the labels, and all bring their columns of the logits."""
+    found = []
+    for size in (1, 2):
+        with Engine(model=str(tiny), tensor_parallel=size, **SETTINGS) as engine:
+            for mode in ("sis", "mis"):
+                found.append(engine.score([5, 6, 7], [[1, 2], [3], [4, 9, 8]], [10, 20], mode=mode))
+            executor = engine._core.executor
+            runner = (executor._rank0 if size > 1 else executor)._runner  # type: ignore[attr-defined]
+            assert not runner.fallbacks
+    for other in found[1:]:
+        for mine, theirs in zip(other, found[0], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-3)
+
+
 def test_a_rank_that_fails_ends_all_with_its_own_words(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOWLAT_TEST_BREAK", "9")
     engine = Engine(model=str(tiny), tensor_parallel=2, **SETTINGS, watchdog_s=10)
