@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from lowlat.cache.layout import KVLayout
 from lowlat.engine.batch import PlanLimits, SlotSampling
-from lowlat.engine.device_sampler import SamplingMode, choose, uniforms
+from lowlat.engine.device_sampler import SamplingMode, choose
 from lowlat.engine.device_state import DeviceState
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.sampler import sample, uniform
+from lowlat.layers.device_reference import ReferenceOps
+from lowlat.layers.drawing import uniforms
 
 VOCABULARY = 300
 SLOTS = 6
@@ -70,7 +72,7 @@ def test_tokens_are_those_of_the_sampler(chosen, positions, seed, spread, steps)
         places = [position + step for position in positions[: len(chosen)]]
         expected, logprobs = sample(logits, chosen, places, rules)
         where = torch.tensor(slots)
-        samples = choose(logits, where, torch.tensor(places), state, mode)
+        samples = choose(logits, where, torch.tensor(places), state, mode, ReferenceOps())
         state.set_tokens(slots, expected)
         assert samples.tokens_M.tolist() == expected
         for row, entry in enumerate(logprobs or []):
@@ -88,7 +90,7 @@ def test_a_mode_does_only_what_it_says():
     state = make_state()
     logits = torch.randn(2, VOCABULARY)
     logits[1, 3] = float("nan")
-    samples = choose(logits, torch.tensor([0, 1]), torch.tensor([4, 4]), state, SamplingMode())
+    samples = choose(logits, torch.tensor([0, 1]), torch.tensor([4, 4]), state, SamplingMode(), ReferenceOps())
     assert samples.tokens_M.tolist() == [int(logits[0].argmax()), -1]
     assert len(samples.tensors()) == 1
     assert state.rules is None

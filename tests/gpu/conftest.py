@@ -5,5 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-for folder in ("kernels", "models"):
+for folder in ("kernels", "models", "speculative"):
     sys.path.append(str(Path(__file__).parents[1] / folder))

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from lowlat.bench import read_kernel  # noqa: E402
-from lowlat.layers.triton import activation, attention, norm, product, rope_write, slots  # noqa: E402
+from lowlat.layers.triton import activation, attention, drawing, norm, product, rope_write, slots, verify  # noqa: E402
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -54,47 +54,52 @@ def resources(kernel: Any, target: str, tmp_path: Path) -> tuple[int, int, int]:
 
 
 def attend_arguments(
-    dtype: str, group: int, dim: int, most_rows: int, lanes: int, items: bool
+    dtype: str, group: int, dim: int, most_rows: int, lanes: int, kind: str
 ) -> tuple[dict[str, str], dict[str, Any], Any]:
-    shape = attention.AttentionShape.of(group, most_rows, dim, 4 if dtype == "fp32" else 2, lanes=lanes)
+    size, tight = 4 if dtype == "fp32" else 2, kind in ("checks", "draft")
+    shape = attention.AttentionShape.of(group, most_rows, dim, size, lanes=lanes, tight=tight)
     pointers = ["q_ptr", "keys_ptr", "values_ptr", "out_ptr"]
     types = dict.fromkeys(pointers, f"*{dtype}") | {"sinks_ptr": f"*{dtype}", "partial_ptr": "*fp32"}
     integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr", "prefix_ptr", "begins_ptr"]
     types |= dict.fromkeys(integers, "*i32") | {"sums_ptr": "*fp32", "scale": "fp32"}
-    types |= {"segments": "i32", "table_stride": "i32"}
+    types |= {"segments": "i32", "table_stride": "i32", "block_base": "i32"}
     constants = {
         "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": group, "DIM": dim, "PAGE": 16, "SINKS": False,
-        "ITEMS": items, "SINGLE": most_rows == 1,
+        "ITEMS": kind == "items", "SINGLE": most_rows == 1,
         "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
-        "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": lanes == 32,
+        "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft", "EARLY": lanes == 32,
     }  # fmt: skip
     return types, constants, shape
 
 
 ATTENTION = [
-    # dtype, heads of a group, head dimension, rows of a segment, items, targets
-    ("bf16", 4, 64, 1, False, ["sm_90", "sm_100", "gfx950"]),
-    ("bf16", 4, 128, 1, False, ["sm_90", "sm_100", "gfx950"]),
-    ("bf16", 4, 128, 512, False, ["sm_90", "sm_100", "gfx950"]),
-    ("bf16", 4, 128, 512, True, ["sm_90", "gfx950"]),
-    ("bf16", 2, 128, 512, False, ["sm_90"]),
-    ("bf16", 2, 128, 512, True, ["sm_90"]),
-    ("bf16", 2, 256, 1, False, ["sm_90"]),
-    ("bf16", 2, 256, 512, True, ["sm_90"]),
-    ("fp32", 3, 64, 1, False, ["sm_90"]),
-    ("fp32", 3, 64, 512, True, ["sm_90"]),
+    # dtype, heads of a group, head dimension, rows of a segment, kind of step, targets
+    ("bf16", 4, 64, 1, "plain", ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 1, "plain", ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 512, "plain", ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 512, "items", ["sm_90", "gfx950"]),
+    ("bf16", 2, 128, 512, "plain", ["sm_90"]),
+    ("bf16", 2, 128, 512, "items", ["sm_90"]),
+    ("bf16", 2, 256, 1, "plain", ["sm_90"]),
+    ("bf16", 2, 256, 512, "items", ["sm_90"]),
+    ("fp32", 3, 64, 1, "plain", ["sm_90"]),
+    ("fp32", 3, 64, 512, "items", ["sm_90"]),
+    ("bf16", 3, 64, 8, "checks", ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 8, "checks", ["sm_90"]),
+    ("bf16", 3, 64, 6, "draft", ["sm_90", "sm_100", "gfx950"]),
+    ("fp32", 3, 64, 8, "draft", ["sm_90"]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group", "dim", "rows", "items", "target"),
+    ("dtype", "group", "dim", "rows", "kind", "target"),
     [(*case, target) for *case, targets in ATTENTION for target in targets],
 )
-def test_attention_fits(dtype, group, dim, rows, items, target, tmp_path):
-    types, constants, shape = attend_arguments(dtype, group, dim, rows, TARGETS[target].warp_size, items)
+def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
+    types, constants, shape = attend_arguments(dtype, group, dim, rows, TARGETS[target].warp_size, kind)
     kernel = compiled(attention.attend_kernel, target, types, constants, num_warps=shape.warps, num_stages=shape.stages)
     registers, spilled, shared = resources(kernel, target, tmp_path)
-    assert spilled <= (8 if (items and dim > 128) or (rows == 1 and target == "sm_100") else 0)
+    assert spilled <= (8 if (kind == "items" and dim > 128) or (rows == 1 and target == "sm_100") else 0)
     if target != "gfx950":
         # A processor has 65,536 registers, and decode wants two programs on each.
         assert registers * 32 * shape.warps * (2 if rows == 1 else 1) <= 65536
@@ -102,6 +107,28 @@ def test_attention_fits(dtype, group, dim, rows, items, target, tmp_path):
     if dtype == "bf16":
         text = kernel.asm["amdgcn" if target == "gfx950" else "ptx"]
         assert re.search(r"v_mfma_f32\S*bf16|(mma|wgmma|tcgen05)\S*\.sync\S*bf16|tcgen05\.mma", text), "no matrix unit"
+
+
+def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """The kernels around a step's forward."""
+    wide = dict.fromkeys(
+        ["slots_ptr", "positions_ptr", "seeds_ptr", "tokens_ptr", "lengths_ptr", "ends_ptr", "widths_ptr",
+         "guesses_ptr", "counts_ptr", "wide_ptr", "chosen_ptr", "forced_ptr", "result_ptr"], "*i64",
+    )  # fmt: skip
+    types = wide | dict.fromkeys(["where_ptr", "pages_ptr", "narrow_ptr", "rows_ptr"], "*i32")
+    types |= dict.fromkeys(["logits_ptr", "best_ptr", "temperatures_ptr"], "*fp32") | {"mass_ptr": "*fp64"}
+    types |= dict.fromkeys(["vocabulary", "chunks", "requests", "pages_stride", "most_pages", "padding_place"], "i32")
+
+    def job(kernel: Any, warps: int, **constants: Any) -> tuple[Any, dict[str, str], dict[str, Any], int]:
+        return kernel, {name: types[name] for name in kernel.arg_names if name in types}, constants, warps
+
+    return [
+        job(drawing.best_kernel, 4, CHUNK=1024),
+        job(drawing.mass_kernel, 4, CHUNK=1024, BLOCK_C=256),
+        job(drawing.finish_kernel, 4, CHUNK=1024, BLOCK_C=256, DRAWS=True),
+        job(verify.begin_kernel, 1, PAGE=16, WIDTH=8, COUNTS=True, BLOCK_W=8),
+        job(verify.accept_kernel, 1, WIDTH=8, FORCED=True, BLOCK_W=8),
+    ]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -152,6 +179,7 @@ def test_small_kernels_fit(target, tmp_path):
             {"BLOCK": 8},
             1,
         ),
+        *draws_and_checks(),
     ]  # fmt: skip
     for kernel, types, constants, warps in jobs:
         registers, spilled, shared = resources(

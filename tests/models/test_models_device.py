@@ -218,7 +218,7 @@ def test_padding_rows_touch_no_real_page(models):
     before = [pool.clone() for pool in pools]
     lengths = runner._state.lengths_T.clone()
     runner.run(StepPlan(9, [], [], [], [4, 0, 2]))
-    assert runner._slots_B[4].tolist() == [4, 0, 2, 5]
+    assert runner._lists.tensor(4).tolist() == [4, 0, 2, 5]
     after = runner._state.lengths_T
     assert (after - lengths).tolist() == [1, 0, 1, 0, 1, 0]
     page_size, padding = runner.kv.layout.page_size, runner.kv.layout.padding_page

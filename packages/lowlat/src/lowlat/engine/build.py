@@ -31,7 +31,7 @@ from lowlat.engine.ranks import RankGroup, TensorParallelExecutor
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.scheduler import Scheduler
 from lowlat.engine.setup_error import SetupError as SetupError
-from lowlat.engine.speculation_setup import make_speculation, spec_width
+from lowlat.engine.speculation_setup import make_device_speculation, make_speculation, spec_width
 from lowlat.grammars.pool import GrammarLimits, GrammarPool
 from lowlat.models.base import BuildContext, Model, make_cache, prefill_rules
 from lowlat.models.config import UnsupportedModelError
@@ -216,6 +216,8 @@ def build_rank(
     runner: ModelRunner | DeviceRunner = host
     if platform.keeps_state:
         runner = device_runner(model, host, limits, width=width) or host
+        if isinstance(runner, DeviceRunner) and width > 1:
+            make_device_speculation(config, runner, width, draft)
     progress(0, 0, "first step")
     _first_step(runner)
     chunk_tokens = config.chunk_tokens
@@ -232,7 +234,7 @@ def build_rank(
             progress(0, 0, "capturing kernels")
             use_kernels(runner, kernels.low)
     host.kernel_steps = KernelSteps(kernels.low, page_size, platform.device)
-    if width > 1:
+    if width > 1 and runner is host:
         progress(0, 0, "measuring steps")
         host.speculation = make_speculation(config, host, communicator, width, draft)
     facts = EngineFacts(

@@ -40,7 +40,7 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
 
     `width`: rows that a request may have in a decode step.
     """
-    reason = _host_only(model, width)
+    reason = _host_only(model, width, host.communicator.shard.size)
     if reason is not None:
         log.warning("steps are planned and sampled on the host, one after another: %s", reason)
         return None
@@ -67,7 +67,8 @@ def prepare(runner: DeviceRunner, chunk_tokens: int) -> int:
     Returns the tokens of a chunk to plan with: fewer, where running requests would wait too long for a step.
     """
     started = time.monotonic()
-    runner.prepare(_USUAL)
+    # With guesses there are several widths to each.
+    runner.prepare(_USUAL if runner.verifier is None else _USUAL[:2])
     rows = min(chunk_tokens, runner.max_pages * runner.kv.layout.page_size)
     runner.prepare_chunks(rows)
     log.info("%d graphs of steps captured in %.1f s", runner.bodies.captured, time.monotonic() - started)
@@ -125,9 +126,9 @@ def _row_sums(model: Decoder, communicator: Communicator, ops: DeviceOps, *, fus
     return pushes
 
 
-def _host_only(model: Model, width: int) -> str | None:
-    if width > 1:
-        return "guesses are made and checked there (--spec off changes that)"
+def _host_only(model: Model, width: int, ranks: int) -> str | None:
+    if width > 1 and ranks > 1:
+        return "guesses of several ranks are made and checked there (--spec off or --tp 1 changes that)"
     if not isinstance(model, Decoder):
         return "this model family has no forward for state on the device"
     return None

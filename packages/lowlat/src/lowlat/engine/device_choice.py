@@ -43,7 +43,7 @@ class GroupChoice:
             return self._best(self._model.capped(columns_MC))
         logits_MV = self._model.whole(columns_MC)
         if shard.rank == 0:
-            samples = choose(logits_MV, slots_M, positions_M, state, mode)
+            samples = choose(logits_MV, slots_M, positions_M, state, mode, self._model.ops)
         else:
             samples = Samples(torch.empty_like(slots_M))
         self._communicator.broadcast(samples.tokens_M)

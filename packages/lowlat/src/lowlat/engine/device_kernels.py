@@ -73,7 +73,7 @@ class DeviceKernels:
         if greedy_R is not None:
             samples = Samples(greedy_R[:size])
         else:
-            samples = choose(logits_BV, slots_B, place_B + 1, state, mode)
+            samples = choose(logits_BV, slots_B, place_B + 1, state, mode, self._ops)
         self._ops.put_tokens(slots_B, samples.tokens_M, state.tokens_T, state.lengths_T, state.padding_slot)
         if mode.rules:
             state.count(slots_B, samples.tokens_M.clamp(min=0))

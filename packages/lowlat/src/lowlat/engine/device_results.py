@@ -43,13 +43,16 @@ class PendingStep:
         done: Callable[[list[int]], None],
         reads: LabelReads | None = None,
         again: Callable[[PendingStep], bool] | None = None,
+        *,
+        rows: int = 1,
     ) -> None:
-        """Start the copies. The samples' first rows are those of `slots`, the others padding; `wanted` are the
-        log-probabilities that each wants (-1 none). `done` hears of the tokens once, before anybody else; `again` is
-        asked first where a row has none, and is true where another step now stands for this one (`replace`)."""
+        """Start the copies. The samples' first rows are those of `slots`, `rows` for each, the others padding; `wanted`
+        are the log-probabilities that each slot wants (-1 none). `done` hears of the tokens once, before others;
+        `again` is asked first where a row has none, and is true where another step now stands for this one
+        (`replace`)."""
         self._step = step
         self._slots = slots
-        self._wanted = wanted
+        self._wanted = [count for count in wanted for _ in range(rows)]
         self._done = done
         self._again = again
         self._instead: PendingStep | None = None
@@ -57,11 +60,11 @@ class PendingStep:
         self._samples: Samples | None = None
         self._event: Any = None
         if samples is not None:
-            fetched = [_fetch(part, len(slots)) for part in samples.tensors()]
+            fetched = [fetch(part, len(slots) * rows) for part in samples.tensors()]
             self._samples = Samples(*fetched)
         self._reads = reads
         if reads is not None:
-            self._reads = LabelReads(_fetch(reads.values, len(reads.values)), reads.chunks)
+            self._reads = LabelReads(fetch(reads.values, len(reads.values)), reads.chunks)
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
@@ -149,8 +152,8 @@ class PendingStep:
         return [TokenLogprobs(lp, rank, i[:n], t[:n]) if n >= 0 else None for n, lp, rank, i, t in rows]
 
 
-def _fetch(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A copy of the first rows on the host: ordered behind what was launched, waited for by nobody."""
+def fetch(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A copy of a tensor's first rows on the host: ordered behind what was launched, waited for by nobody."""
     source = tensor[:rows]
     target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
     return target.copy_(source, non_blocking=True)

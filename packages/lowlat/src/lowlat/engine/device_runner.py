@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -26,13 +27,17 @@ from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, label_logprobs
 from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import LabelReads, PendingStep
 from lowlat.engine.device_sampler import Samples, SamplingMode
-from lowlat.engine.device_state import DeviceState, to_device
+from lowlat.engine.device_speculation import DeviceSpeculation
+from lowlat.engine.device_state import DeviceState, SlotLists, to_device
+from lowlat.engine.device_verify import PendingChecks, Verifier
 from lowlat.engine.executor import ExecutorError, StepResult
 from lowlat.engine.graphs import Body, StepBodies
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.runner import ModelRunner
 from lowlat.layers.device_step import DeviceStep, RowSegments
+from lowlat.layers.verify import SlotTables
 from lowlat.models.device_decoder import DeviceDecoder
+from lowlat.speculative.proposer import DraftRequest
 from lowlat_plugin import LowLatency, StepFailed
 from lowlat_plugin.routing import FAILED
 
@@ -77,12 +82,25 @@ class DeviceRunner:
         self._most = limits.max_batch
         self._state = DeviceState(limits, layout, model.vocab_size, self.device)
         self._chunks = ChunkBodies(model, self.kv, self._state, bodies)
-        self._slots_B: dict[int, torch.Tensor] = {}
-        self._sent: dict[int, list[int]] = {}
+        self._lists = SlotLists(self._state.padding_slot, self.device)
+        self.verifier: Verifier | None = None
+        """Where steps check guesses."""
         self._lengths = [0] * limits.max_batch
+        """Tokens of each slot after the steps launched; of steps that check guesses, after those whose results are
+        known. The others let it grow at most by the rows in `_flying`."""
+        self._flying = [0] * limits.max_batch
         self._tokens = [0] * limits.max_batch
         self._sampling: list[SlotSampling] = [GREEDY] * limits.max_batch
         self._in_flight: deque[Flight] = deque()
+
+    def speculate(self, speculation: DeviceSpeculation) -> None:
+        """Let decode steps check guesses from now on."""
+        self.verifier = Verifier(self.model, self.kv, self._state, self._lists, self.bodies, speculation)
+
+    @property
+    def tables(self) -> SlotTables:
+        """The slots' state on the device, for drafts."""
+        return self._state.slots
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a step and wait for it."""
@@ -96,6 +114,8 @@ class DeviceRunner:
         for slot, sampling in plan.begins:
             self._sampling[slot] = sampling
             self._state.begin(slot, sampling, LogitRules.has(sampling) and self.host.rank == 0)
+            if self.verifier is not None:
+                self.verifier.speculation.begin(slot, sampling)
         self._state.table.update(plan.pages)
         if self._state.window_table is not None:
             self._state.window_table.update(plan.windows)
@@ -108,7 +128,12 @@ class DeviceRunner:
         if plan.chunks or self.kernels is None:
             if self.host.kernel_steps is not None:
                 self.host.kernel_steps.count(plan)
-            pending = self._launch_chunks(plan) if plan.chunks else self._launch_decodes(plan)
+            if plan.chunks:
+                pending = self._launch_chunks(plan)
+            elif self.verifier is not None:
+                pending = self._launch_checks(plan, self.verifier)
+            else:
+                pending = self._launch_decodes(plan)
         else:
             pending = self._try_kernels(plan, self.kernels) or self._launch_decodes(plan)
         while self._in_flight and self._in_flight[0].pending.known:
@@ -132,6 +157,9 @@ class DeviceRunner:
         """Capture the decode steps of every size in these modes, so that no request waits for it."""
         sizes = {padded_requests(requests, self._most) for requests in range(1, self._most + 1)}
         with torch.inference_mode():
+            if self.verifier is not None:
+                self.verifier.prepare(sorted(sizes, reverse=True), modes)
+                return
             for size in sorted(sizes, reverse=True):
                 for mode in modes:
                     self._prepare(size, mode)
@@ -151,9 +179,10 @@ class DeviceRunner:
                 started = time.perf_counter()
                 if chunk_rows:
                     self._chunks.replay(chunk_rows)
+                elif self.verifier is not None:
+                    self.verifier.replay(1, SamplingMode())
                 else:
-                    self._slots_B[1].fill_(self._state.padding_slot)
-                    self._sent.pop(1, None)
+                    self._lists.pad(1)
                     self.bodies.run((1, SamplingMode()), lambda: self._decode(1, SamplingMode(), 1))
                 self._synchronize()
                 best = min(best, time.perf_counter() - started)
@@ -172,7 +201,7 @@ class DeviceRunner:
         kernels = self.kernels
         if kernels is not None and kernels.route(StepPlan(0, [], [], [], slots)).kernels:
             size = len(slots)
-            return self._replayed(("kernels", size, mode), lambda: kernels.decode(self._slots_B[size], mode))
+            return self._replayed(("kernels", size, mode), lambda: kernels.decode(self._lists.tensor(size), mode))
         padded, longest = padded_requests(len(slots), self._most), max(self._lengths[slot] for slot in slots) + 1
         return self._replayed((padded, mode), lambda: self._decode(padded, mode, longest))
 
@@ -186,36 +215,74 @@ class DeviceRunner:
         size = padded_requests(len(slots), self._most)
         mode = self._mode(slots)
         self._prepare(size, mode)
-        self._address(slots, size)
+        self._lists.send(size, slots)
         for slot in slots:
             self._lengths[slot] += 1
         longest = max(self._lengths[slot] for slot in slots)
         samples = self.bodies.run((size, mode), lambda: self._decode(size, mode, longest))
         return self._pending(plan, samples, slots)
 
-    def _address(self, slots: list[int], size: int) -> None:
-        """Tell the bodies of a size which slots they are for."""
-        if self._sent.get(size) != slots:
-            padded = slots + [self._state.padding_slot] * (size - len(slots))
-            self._slots_B[size].copy_(to_device(padded, torch.int64, self.device), non_blocking=True)
-            self._sent[size] = slots
-
     def _prepare(self, size: int, mode: SamplingMode) -> None:
-        self._reserve(size)
         if not self.bodies.knows((size, mode)):
-            self._forget(size)
+            self._lists.pad(size)
             self.bodies.prepare((size, mode), lambda: self._decode(size, mode, 1))
             log.info("captured decode steps of %d requests, %s", size, mode)
 
-    def _reserve(self, size: int) -> None:
-        if size not in self._slots_B:
-            padding = self._state.padding_slot
-            self._slots_B[size] = torch.full((size,), padding, dtype=torch.int64, device=self.device)
+    # --- those that check guesses -------------------------------------------------------------------------------------
 
-    def _forget(self, size: int) -> None:
-        """All slots of a size are padding, as bodies must find them while they are prepared."""
-        self._slots_B[size].fill_(self._state.padding_slot)
-        self._sent.pop(size, None)
+    def _launch_checks(self, plan: StepPlan, verifier: Verifier) -> PendingStep:
+        """A step that checks guesses. Of those in flight it is not known how many tokens they bring."""
+        speculation = verifier.speculation
+        launched = speculation.clock()
+        if speculation.ngrams is not None:
+            self._settle()
+        slots, settings = plan.decodes, [self._sampling[slot] for slot in plan.decodes]
+        size = padded_requests(len(slots), self._most)
+        requests = [DraftRequest(self._tokens[slot], self._lengths[slot], slot, self._room(slot) - 1) for slot in slots]
+        forced = None if speculation.simulated is None else speculation.simulate(requests)
+        checks = speculation.plan(requests, size)
+        for slot in slots:
+            self._flying[slot] += checks.width
+        longest = max(self._lengths[slot] + self._flying[slot] for slot in slots)
+        checked = verifier.run(slots, size, checks, self._mode(slots), longest, forced)
+        observers = [self.host.observer(slot) for slot in slots]
+
+        def done(bursts: list[list[int]], rows: list[int]) -> tuple[float, float]:
+            for index, (slot, burst) in enumerate(zip(slots, bursts, strict=True)):
+                self._flying[slot] -= checks.width
+                self._grow(slot, len(burst))
+                self._note(slot, burst, observers[index])
+                if settings[index].width > 1:
+                    proposal = None if checks.proposals is None else checks.proposals[index]
+                    speculation.judge(slot, burst, rows[index], proposal)
+            return speculation.time_step(launched, size, checks.width)
+
+        wanted = [setting.logprobs for setting in settings]
+        return PendingChecks(plan.step, checked, slots, wanted, self.device, done)
+
+    def _room(self, slot: int) -> int:
+        """Rows that a request may have in a step."""
+        setting = self._sampling[slot]
+        return max(1, min(setting.width, setting.end - self._lengths[slot]))
+
+    def _settle(self) -> None:
+        """Wait for all steps in flight."""
+        for flight in list(self._in_flight):
+            flight.pending.wait()
+        self._in_flight.clear()
+
+    def _grow(self, slot: int, count: int) -> None:
+        """So many tokens more are computed."""
+        length, end = self._lengths[slot] + count, self._sampling[slot].end
+        # As on the device: a request at its end may be computed again by steps launched before this was known.
+        self._lengths[slot] = min(length, end - 1) if end else length
+
+    def _note(self, slot: int, tokens: list[int], observe: Callable[[int], None] | None) -> None:
+        """These tokens were chosen for a slot."""
+        for token in tokens:
+            self._tokens[slot] = token
+            if observe is not None:
+                observe(token)
 
     # --- those that a kernel library computes -------------------------------------------------------------------------
 
@@ -227,8 +294,9 @@ class DeviceRunner:
             size, mode = len(slots), self._mode(slots)
             try:
                 self._prepare_kernels(kernels, size, mode)
-                self._address(slots, size)
-                samples = self.bodies.run(("kernels", size, mode), lambda: kernels.decode(self._slots_B[size], mode))
+                self._lists.send(size, slots)
+                body = self._kernel_body(kernels, size, mode)
+                samples = self.bodies.run(("kernels", size, mode), body)
             except StepFailed:
                 log.warning("step %d runs on the general path", plan.step)
                 route = FAILED
@@ -240,11 +308,13 @@ class DeviceRunner:
         return self._pending(plan, samples, slots, again=self._run_again)
 
     def _prepare_kernels(self, kernels: DeviceKernels, size: int, mode: SamplingMode) -> None:
-        self._reserve(size)
         kernels.reserve(size)
         if not self.bodies.knows(("kernels", size, mode)):
-            self._forget(size)
-            self.bodies.prepare(("kernels", size, mode), lambda: kernels.decode(self._slots_B[size], mode))
+            self._lists.pad(size)
+            self.bodies.prepare(("kernels", size, mode), self._kernel_body(kernels, size, mode))
+
+    def _kernel_body(self, kernels: DeviceKernels, size: int, mode: SamplingMode) -> Body:
+        return lambda: kernels.decode(self._lists.tensor(size), mode)
 
     @torch.inference_mode()
     def _run_again(self, failed: PendingStep) -> bool:
@@ -275,7 +345,7 @@ class DeviceRunner:
     def _decode(self, size: int, mode: SamplingMode, longest: int) -> Samples:
         """The body: everything between the slots' states before and after. `longest` matters where it is not captured:
         the tokens that no request exceeds."""
-        state, slots_B = self._state, self._slots_B[size]
+        state, slots_B = self._state, self._lists.tensor(size)
         tables = [table for table in (state.table, state.window_table) if table is not None]
         rows = self.model.ops.begin_decodes(
             slots_B,
@@ -311,6 +381,8 @@ class DeviceRunner:
     # --- steps with prompt chunks ------------------------------------------------------------------------------------
 
     def _launch_chunks(self, plan: StepPlan) -> PendingStep:
+        if self.verifier is not None and plan.decodes:
+            self._settle()  # where rows stand is told by the host here, and in flight are guesses
         rows = ChunkRows(plan, self._lengths, self._state.padding_slot)
         touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
         lasts, reads, first = [], [], 0
@@ -320,7 +392,7 @@ class DeviceRunner:
             lasts += [first - 1] if chunk.sample else []
             self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
         for slot in plan.decodes:
-            self._lengths[slot] += 1
+            self._grow(slot, 1)
         sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
         counts = [len(touched), len(touched), len(sampled), len(sampled), len(sampled)]
         after = [self._lengths[slot] for slot in touched], [self._lengths[slot] for slot in sampled]
@@ -375,11 +447,10 @@ class DeviceRunner:
             if self.model.sums is not None:
                 self.model.sums.check()
             for slot, token, observe in zip(slots, tokens, observers, strict=True):
-                if token < 0:
-                    continue
-                self._tokens[slot] = token
-                if observe is not None:
-                    observe(token)
+                burst = [token] if token >= 0 else []
+                self._note(slot, burst, observe)
+                if self.verifier is not None and self._sampling[slot].width > 1:
+                    self.verifier.speculation.judge(slot, burst, 1, None)
 
         wanted = [self._sampling[slot].logprobs for slot in slots]
         return PendingStep(plan.step, samples, slots, wanted, self.device, done, reads, again)
@@ -396,9 +467,7 @@ class DeviceRunner:
         return None
 
     def _run_on_host(self, plan: StepPlan, reason: str) -> PendingStep:
-        for flight in list(self._in_flight):
-            flight.pending.wait()
-        self._in_flight.clear()
+        self._settle()
         if not self.fallbacks[reason]:
             log.warning("steps with %s wait for the device and choose tokens on the host: they are slower", reason)
         self.fallbacks[reason] += 1
@@ -406,6 +475,11 @@ class DeviceRunner:
         result = self.host.run(plan)
         sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
         touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
+        tokens = iter(result.tokens)
+        for slot, count in zip(sampled, result.counts or [1] * len(sampled), strict=True):
+            burst = list(islice(tokens, count))
+            if self.verifier is not None and self._sampling[slot].width > 1:
+                self.verifier.speculation.judge(slot, burst, 1, None)
         self._tokens, self._lengths = self.host.state()
         self._state.set_lengths(touched, [self._lengths[slot] for slot in touched])
         if sampled:

@@ -12,6 +12,8 @@ import torch
 
 from lowlat.engine.batch import MIN_TEMPERATURE
 from lowlat.engine.device_state import DeviceState
+from lowlat.layers.device_step import DeviceOps
+from lowlat.layers.drawing import invert, uniforms
 
 
 class SamplingMode(msgspec.Struct, frozen=True):
@@ -45,10 +47,22 @@ class Samples(msgspec.Struct):
 
 
 def choose(
-    logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, state: DeviceState, mode: SamplingMode
+    logits_MV: torch.Tensor,
+    slots_M: torch.Tensor,
+    positions_M: torch.Tensor,
+    state: DeviceState,
+    mode: SamplingMode,
+    ops: DeviceOps,
+    guesses_BG: torch.Tensor | None = None,
 ) -> Samples:
-    """Choose a token for each row of float32 `logits_MV`. `positions_M`: places of the chosen tokens, int64."""
-    scores_MV = _ruled(logits_MV, slots_M, positions_M, state) if mode.rules else logits_MV
+    """Choose a token for each row of float32 `logits_MV`. `positions_M`: places of the chosen tokens, int64.
+
+    `guesses_BG`: rows are those of B requests, G + 1 for each, and follow the guesses before them.
+    """
+    if not mode.rules and not mode.filters and mode.logprobs < 0:
+        settings = (state.temperature_T, state.seed_T) if mode.draws else None
+        return Samples(ops.draw(logits_MV, slots_M, positions_M, settings))
+    scores_MV = _ruled(logits_MV, slots_M, positions_M, state, guesses_BG) if mode.rules else logits_MV
     best_M, tokens_M = scores_MV.max(dim=-1)
     if mode.draws:
         temperature_M = state.temperature_T[slots_M]
@@ -58,7 +72,7 @@ def choose(
         if mode.filters:
             drawn_M = _draw_filtered(scaled_MV, numbers_M, slots_M, state)
         else:
-            drawn_M = _invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
+            drawn_M = invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
         tokens_M = torch.where(greedy_M, tokens_M, drawn_M)
     usable_M = (logits_MV.amax(dim=-1) if mode.rules else best_M).isfinite()
     samples = Samples(torch.where(usable_M, tokens_M, -1))
@@ -67,36 +81,23 @@ def choose(
     return samples
 
 
-def uniforms(seed_M: torch.Tensor, position_M: torch.Tensor) -> torch.Tensor:
-    """`sampler.uniform` of many, float64, bit for bit; seeds are 64-bit numbers as int64."""
-    gamma = _signed(0x9E3779B97F4A7C15)
-    value_M = _mix(seed_M + gamma)
-    value_M = _mix(value_M + (position_M + 1) * gamma)
-    return _shift(value_M, 11).double() * 2.0**-53
-
-
-def _mix(value: torch.Tensor) -> torch.Tensor:
-    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
-    return value ^ _shift(value, 31)
-
-
-def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical shift to the right."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
 def _ruled(
-    logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, state: DeviceState
+    logits_MV: torch.Tensor,
+    slots_M: torch.Tensor,
+    positions_M: torch.Tensor,
+    state: DeviceState,
+    guesses_BG: torch.Tensor | None,
 ) -> torch.Tensor:
     """As `LogitRules.apply`."""
     rules = state.rules
     assert rules is not None
     counts_MV = rules.counts_TV[slots_M]
+    if guesses_BG is not None:
+        counts_BWV = counts_MV.view(len(guesses_BG), -1, counts_MV.shape[-1])
+        for place, guess_B1 in enumerate(guesses_BG.split(1, 1), start=1):  # type: ignore[no-untyped-call]
+            later_BXV = counts_BWV[:, place:]
+            index_BX1 = guess_B1[:, None].expand(-1, later_BXV.shape[1], -1)
+            later_BXV.scatter_add_(-1, index_BX1, torch.ones_like(index_BX1, dtype=torch.int32))
     repetition_M1, presence_M1, frequency_M1 = rules.penalties_T3[slots_M].split(1, dim=-1)  # type: ignore[no-untyped-call]
     scores_MV = logits_MV + rules.bias_TV[slots_M]
     seen_MV = rules.prompt_TV[slots_M] | (counts_MV > 0)
@@ -123,20 +124,10 @@ def _draw_filtered(
     kept_M = torch.where(top_k_M > 0, kept_M.minimum(top_k_M), kept_M)
     likely_M = (probabilities_MV >= (min_p_M * probabilities_MV[:, 0])[:, None]).sum(-1)
     kept_M = torch.where(min_p_M > 0.0, kept_M.minimum(likely_M), kept_M).clamp(1, len(place_V))
-    drawn_M = ids_MV.gather(-1, _invert(cumulative_MV, numbers_M, kept_M)[:, None])[:, 0]
+    drawn_M = ids_MV.gather(-1, invert(cumulative_MV, numbers_M, kept_M)[:, None])[:, 0]
     plain_M = (top_k_M <= 0) & (top_p_M >= 1.0) & (min_p_M <= 0.0)
-    plainly_M = _invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
+    plainly_M = invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
     return torch.where(plain_M, plainly_M, drawn_M)
-
-
-def _invert(cumulative_MV: torch.Tensor, numbers_M: torch.Tensor, kept_M: torch.Tensor | None) -> torch.Tensor:
-    """Where each row's distribution function passes its number, among the first `kept_M` places."""
-    if kept_M is None:
-        kept_M = torch.full_like(numbers_M, cumulative_MV.shape[-1], dtype=torch.int64)
-    last_M = kept_M - 1
-    total_M = cumulative_MV.gather(-1, last_M[:, None])[:, 0]
-    index_M1 = torch.searchsorted(cumulative_MV, (numbers_M * total_M)[:, None], right=True)
-    return index_M1[:, 0].minimum(last_M)
 
 
 def _add_logprobs(samples: Samples, logits_MV: torch.Tensor, tokens_M: torch.Tensor, count: int) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from lowlat.cache.layout import KVLayout
 from lowlat.engine.batch import PlanLimits, SlotSampling
+from lowlat.layers.verify import NO_END, SlotTables
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -76,6 +77,7 @@ class PageTable:
 
     def __init__(self, limits: PlanLimits, page_size: int, padding_page: int, device: torch.device) -> None:
         self.page_size = page_size
+        self.padding_page = padding_page
         self._device = device
         shape = (limits.max_batch + 1, limits.max_pages)
         self.pages_TP = torch.full(shape, padding_page, dtype=torch.int32, device=device)
@@ -94,6 +96,34 @@ class PageTable:
         return pages_R * self.page_size + positions_R % self.page_size
 
 
+class SlotLists:
+    """Which slots a step computes: one list for each padded number of requests, at an address that stays."""
+
+    def __init__(self, padding_slot: int, device: torch.device) -> None:
+        self._padding_slot = padding_slot
+        self._device = device
+        self._slots_B: dict[int, torch.Tensor] = {}
+        self._sent: dict[int, list[int]] = {}
+
+    def tensor(self, size: int) -> torch.Tensor:
+        """The list of steps of `size` requests, int64."""
+        if size not in self._slots_B:
+            self._slots_B[size] = torch.full((size,), self._padding_slot, dtype=torch.int64, device=self._device)
+        return self._slots_B[size]
+
+    def send(self, size: int, slots: list[int]) -> None:
+        """Let the next step compute `slots`, and padding behind them."""
+        if self._sent.get(size) != slots:
+            padded = slots + [self._padding_slot] * (size - len(slots))
+            self.tensor(size).copy_(to_device(padded, torch.int64, self._device), non_blocking=True)
+            self._sent[size] = slots
+
+    def pad(self, size: int) -> None:
+        """Let the next step compute padding alone."""
+        self.tensor(size).fill_(self._padding_slot)
+        self._sent.pop(size, None)
+
+
 class DeviceState:
     """The tensors of all slots. Steps read and advance them; the host writes what plans bring."""
 
@@ -102,9 +132,18 @@ class DeviceState:
         self.device = device
         self.padding_slot = limits.max_batch
         self._vocabulary = vocabulary
+        self.table = PageTable(limits, layout.page_size, layout.padding_page, device)
         self.tokens_T = torch.zeros(slots, dtype=torch.int64, device=device)
         self.lengths_T = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.table = PageTable(limits, layout.page_size, layout.padding_page, device)
+        self.slots = SlotTables(
+            self.tokens_T,
+            self.lengths_T,
+            torch.full((slots,), NO_END, dtype=torch.int64, device=device),
+            torch.zeros(slots, dtype=torch.int64, device=device),
+            self.table.pages_TP,
+            layout.page_size,
+            layout.padding_page,
+        )
         self.window_table: PageTable | None = None
         """Where layers with a window have pages of their own."""
         if layout.window_pages:
@@ -119,9 +158,11 @@ class DeviceState:
     def begin(self, slot: int, setting: SlotSampling, has_rules: bool) -> None:
         """A new request takes the slot."""
         seed = setting.seed - (1 << 64) if setting.seed >> 63 else setting.seed
-        values = (setting.temperature, setting.top_k, setting.top_p, setting.min_p, seed)
+        ends = (setting.end or NO_END, setting.width)
+        values = (setting.temperature, setting.top_k, setting.top_p, setting.min_p, seed, *ends)
         tensors = (self.temperature_T, self.top_k_T, self.top_p_T, self.min_p_T, self.seed_T)
-        for tensor, value in zip(tensors, values, strict=True):
+        where = (*tensors, self.slots.ends_T, self.slots.widths_T)
+        for tensor, value in zip(where, values, strict=True):
             tensor[slot : slot + 1].fill_(value)
         if has_rules and self.rules is None:
             self.rules = RuleState(len(self.tokens_T), self._vocabulary, self.device)
@@ -145,9 +186,10 @@ class DeviceState:
         self.tokens_T.index_copy_(0, where, what)
         self.count(where, what)
 
-    def count(self, slots_M: torch.Tensor, tokens_M: torch.Tensor) -> None:
-        """Let the rules take note of chosen tokens."""
+    def count(self, slots_M: torch.Tensor, tokens_M: torch.Tensor, real_M: torch.Tensor | None = None) -> None:
+        """Let the rules take note of chosen tokens, of those that are `real_M` where that is given."""
         if self.rules is not None:
             counts_TV = self.rules.counts_TV
             places_M = slots_M * counts_TV.shape[1] + tokens_M
-            counts_TV.view(-1).index_add_(0, places_M, torch.ones_like(tokens_M, dtype=torch.int32))
+            ones_M = torch.ones_like(tokens_M, dtype=torch.int32) if real_M is None else real_M.int()
+            counts_TV.view(-1).index_add_(0, places_M, ones_M)

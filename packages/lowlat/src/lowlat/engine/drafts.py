@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -12,17 +11,22 @@ import torch
 from lowlat.cache.groups import bytes_per_token, whole
 from lowlat.cache.layout import KVLayout, KVPool
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.sampler import draw_guess
 from lowlat.engine.setup_error import SetupError
+from lowlat.layers.step import StepInputs
 from lowlat.models.base import BuildContext, Model
 from lowlat.models.config import UnsupportedModelError
 from lowlat.models.decoder import Decoder, Taps
+from lowlat.models.device_decoder import DeviceDecoder
 from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
 from lowlat.models.loading.errors import CheckpointError
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import SingleRank
+from lowlat.platform.base import PackedLinear
 from lowlat.speculative.coupled import SPREAD
+from lowlat.speculative.device_draft import BlockDraft, DeviceDraft, SmallModelDraft
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft
 from lowlat.speculative.draft_model import ModelProposer
@@ -42,6 +46,9 @@ class Draft(Protocol):
 
     def bind(self, runner: ModelRunner) -> Proposer:
         """Make its pools, at the slots of the runner's. Only rank 0's proposes."""
+
+    def bind_device(self, runner: DeviceRunner) -> DeviceDraft:
+        """The same for a runner whose state lives on the device."""
 
 
 def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build: BuildContext) -> Draft | None:
@@ -96,6 +103,14 @@ class _SmallModel:
         pool = KVPool(self._model.kv_layout(pages, size), torch.device("cpu"))
         return ModelProposer(self._model, pool, runner, min_rows=runner.min_rows, choose=_choose(runner))
 
+    def bind_device(self, runner: DeviceRunner) -> DeviceDraft:
+        small = DeviceDecoder(self._model, runner.model.ops)
+        pool = KVPool(self._model.kv_layout(*_pool_size(runner.host)), runner.device)
+        runner.model.taps = ((), lambda _, step: small.states(step, pool))
+        # Where the host runs a step, its forward must do the same.
+        runner.model.decoder.taps = Taps((), lambda _, step: self._model.states(step, pool))
+        return SmallModelDraft(lambda step: small.forward(step, pool), runner.tables)
+
 
 class _TrainedDraft:
     """A DFlash, DFlash 2 or DSpark draft of this model."""
@@ -106,7 +121,8 @@ class _TrainedDraft:
             if config.kind != kind:
                 raise DraftFileError(f"{path} is a {config.kind} draft: use --spec {config.kind}")
             _check_target(config, model)
-            self._network = DraftNetwork(config, build.max_context + config.block_size)
+            self._positions = build.max_context + config.block_size
+            self._network = DraftNetwork(config, self._positions)
             self._network.load_state_dict(weights)
         except DraftFileError as error:
             raise SetupError(f"--draft: {error}") from error
@@ -119,15 +135,41 @@ class _TrainedDraft:
         self.token_bytes = layout.layers * layout.bytes_per_layer
         self._model = model
         self._head = _whole_head(checkpoint, model, build, self._network.vocabulary)
+        self._dtype, self._pack = build.dtype, build.platform.pack
 
     def bind(self, runner: ModelRunner) -> Proposer:
         pages, size = _pool_size(runner)
         pool = KVPool(draft_layout(self._network, pages, size), torch.device("cpu"))
         choose = _choose(runner, SPREAD)
-        proposer = BlockProposer(self._network, pool, runner, self._model.embed, self._head, choose=choose)
+        head, dtype = self._head, self._dtype
+        proposer = BlockProposer(
+            self._network, pool, runner, self._model.embed, lambda x_RH: head(x_RH.to(dtype)).float(), choose=choose
+        )
         if runner.rank == 0:
             self._model.taps = Taps(self._network.config.target_layer_ids, proposer.extend)
         return proposer
+
+    def bind_device(self, runner: DeviceRunner) -> DeviceDraft:
+        config = self._network.config
+        draft = BlockDraft(
+            self._network.to(runner.device, runner.kv.keys[0].dtype),
+            runner.model.ops,
+            draft_layout(self._network, *_pool_size(runner.host)),
+            runner.tables,
+            positions=self._positions,
+            embed=self._model.embed,
+            head=self._head,
+            pack=self._pack,
+        )
+        layers = tuple(sorted(config.target_layer_ids))
+        runner.model.taps = (layers, lambda x_RX, step: draft.extend(x_RX, step.positions_R, step.write_slots_R))
+
+        def take(features_RX: torch.Tensor, step: StepInputs) -> None:
+            draft.extend(features_RX[: step.real_rows], step.positions_R[: step.real_rows], step.write_slots)
+
+        # Where the host runs a step, its forward must do the same.
+        self._model.taps = Taps(layers, take)
+        return draft
 
 
 def _pool_size(runner: ModelRunner) -> tuple[int, int]:
@@ -141,14 +183,14 @@ def _pool_size(runner: ModelRunner) -> tuple[int, int]:
 
 def _whole_head(
     checkpoint: Checkpoint, model: Decoder, build: BuildContext, vocabulary: torch.Tensor | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
+) -> PackedLinear:
     """The target's head on this rank alone: logits of normed states, of the tokens `vocabulary` if not of all."""
     head = model.head
     if vocabulary is not None or build.communicator.shard.size > 1:
         tied = model.config.tie_word_embeddings
         weight_VH = model.embedding_VH if tied else checkpoint.tensor("lm_head.weight", build.dtype)
         head = build.platform.pack(weight_VH if vocabulary is None else weight_VH.index_select(0, vocabulary))
-    return lambda x_RH: head(x_RH.to(build.dtype)).float()
+    return head
 
 
 def _check_target(config: DraftConfig, model: Decoder) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.device_runner import DeviceRunner
+from lowlat.engine.device_speculation import DeviceSpeculation
 from lowlat.engine.drafts import Draft
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.setup_error import SetupError
@@ -66,6 +68,19 @@ def make_speculation(
     )
     speculation.times = measure_steps(runner, config.max_batch, width)
     return speculation
+
+
+def make_device_speculation(config: EngineConfig, runner: DeviceRunner, width: int, draft: Draft | None) -> None:
+    """Let a device's steps check guesses of the configuration's proposer."""
+    runner.speculate(
+        DeviceSpeculation(
+            width=width,
+            adaptive=config.spec_width is None and config.spec_simulate_acceptance is None,
+            draft=None if draft is None else draft.bind_device(runner),
+            ngrams=NgramProposer() if draft is None else None,
+            simulated=config.spec_simulate_acceptance,
+        )
+    )
 
 
 def measure_steps(runner: ModelRunner, max_batch: int, width: int) -> StepTimes | None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import torch
 
+from lowlat.layers import drawing, verify
 from lowlat.layers.activation import GATED
 from lowlat.layers.attention import AttentionRule, masked_attention
 from lowlat.layers.device_step import DecodeRows, DeviceStep, RowSegments
 from lowlat.layers.norm import rms_norm
 from lowlat.layers.rope import rotate
+from lowlat.layers.verify import SlotTables, VerifyRows
 from lowlat.platform.base import PackedLinear
 
 
@@ -150,6 +152,34 @@ class ReferenceOps:
         tokens_T.index_copy_(0, slots_M, tokens_M.clamp(min=0))
         return tokens_M
 
+    def draw(
+        self,
+        logits_MV: torch.Tensor,
+        slots_M: torch.Tensor,
+        positions_M: torch.Tensor,
+        settings: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Likeliest or drawn tokens."""
+        return drawing.draw(logits_MV, slots_M, positions_M, settings)
+
+    def begin_rows(
+        self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
+    ) -> VerifyRows:
+        """Rows that check guesses."""
+        return verify.begin_rows(slots_B, tables, guesses_BG, counts_B)
+
+    def accept(
+        self,
+        chosen_R: torch.Tensor,
+        rows: VerifyRows,
+        slots_B: torch.Tensor,
+        tables: SlotTables,
+        guesses_BG: torch.Tensor,
+        forced_B: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Advance the slots by the tokens that count."""
+        return verify.accept(chosen_R, rows, slots_B, tables, guesses_BG, forced_B)
+
 
 def _attend(
     q_RND: torch.Tensor,
@@ -167,13 +197,19 @@ def _attend(
     row_BT = batch.first_B[:, None] + torch.arange(batch.most_rows, device=device)
     real_BT = torch.arange(batch.most_rows, device=device) < batch.rows_B[:, None]
     row_BT = torch.where(real_BT, row_BT, rows)
-    position_BT = (batch.lengths_B - batch.rows_B)[:, None] + torch.arange(batch.most_rows, device=device)
+    before_B1 = (batch.lengths_B - batch.rows_B)[:, None]
+    position_BT = before_B1 + torch.arange(batch.most_rows, device=device)
     token_L = torch.arange(batch.longest, device=device)
-    pages_BL = step.table_TP[batch.slots_B.long()][:, token_L // step.page_size].long()
+    pages_BL = step.table_TP[batch.slots_B.long()][:, (token_L // step.page_size).clamp(max=step.table_TP.shape[1] - 1)]
+    slots_BL = pages_BL.long() * step.page_size + token_L % step.page_size
     seen_BTL = real_BT[:, :, None] & (token_L <= position_BT[:, :, None])
-    if rule.window and batch.items is None:
-        seen_BTL &= token_L > position_BT[:, :, None] - rule.window
-    if batch.items is not None:
+    if step.block_base >= 0:
+        block_BL = step.block_base + batch.first_B[:, None] + token_L - before_B1
+        slots_BL = torch.where(token_L < before_B1, slots_BL, block_BL)
+        seen_BTL = real_BT[:, :, None] & (token_L < batch.lengths_B[:, None])[:, None]
+        if rule.window:
+            seen_BTL &= (token_L >= before_B1 - rule.window)[:, None]
+    elif batch.items is not None:
         begin_BT1 = torch.cat([batch.items.begins_R, batch.items.begins_R.new_zeros(1)])[row_BT.long()][:, :, None]
         prefix_B11 = batch.items.prefix_B[:, None, None]
         shared_BTL, own_BTL = token_L < prefix_B11, token_L >= begin_BT1
@@ -182,7 +218,9 @@ def _attend(
             shared_BTL = shared_BTL & (token_L > prefix_B11 + position_BT[:, :, None] - begin_BT1 - rule.window)
             own_BTL &= token_L > position_BT[:, :, None] - rule.window
         seen_BTL &= shared_BTL | own_BTL
-    slots_BL = torch.where(seen_BTL.any(1), pages_BL * step.page_size + token_L % step.page_size, 0)
+    elif rule.window:
+        seen_BTL &= token_L > position_BT[:, :, None] - rule.window
+    slots_BL = torch.where(seen_BTL.any(1), slots_BL, 0)
     # What no row of a segment sees may be anything, even NaN, which a weight of zero would not hide.
     hidden_BL11 = ~seen_BTL.any(1)[:, :, None, None]
     keys_BKLD = keys_SKD[slots_BL].masked_fill(hidden_BL11, 0).transpose(1, 2)

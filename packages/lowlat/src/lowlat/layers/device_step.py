@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from lowlat.layers.attention import AttentionRule
+from lowlat.layers.verify import SlotTables, VerifyRows
 from lowlat.platform.base import PackedLinear
 
 
@@ -46,6 +47,8 @@ class RowSegments(msgspec.Struct):
     """Tokens that no segment exceeds."""
     items: ItemSegments | None = None
     """Where some segments are rows of items; None: every row sees all tokens of its request up to itself."""
+    tight: bool = False
+    """Kernels are made for exactly `most_rows`: for steps that are prepared before the first request."""
 
 
 class DeviceStep(msgspec.Struct):
@@ -65,6 +68,9 @@ class DeviceStep(msgspec.Struct):
     page_size: int
     sample_rows: torch.Tensor | None
     """int64: rows whose logits are wanted, in this order; None: all rows in order."""
+    block_base: int = -1
+    """From 0 on: segments are blocks of a draft. Rows see all rows of their segment, and those keys lie beyond the
+    pages: row `r`'s in KV slot `block_base + r`. `lengths_B` counts them too."""
     windowed: DeviceStep | None = None
     """The same rows for layers with a window, whose keys lie in pages of their own; None: there are none such."""
 
@@ -150,7 +156,8 @@ class DeviceOps(Protocol):
         step: DeviceStep,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """Causal attention of every row over its own request's tokens up to itself, [R, N * D]; padding gives zeros."""
+        """Causal attention of every row over its own request's tokens up to itself, [R, N * D]; padding gives zeros.
+        Blocks of a draft (`block_base`) see all their rows and, with a window, that many tokens before the block."""
 
     def take_slots(
         self,
@@ -188,3 +195,29 @@ class DeviceOps(Protocol):
     def greedy(self, logits_MV: torch.Tensor, slots_M: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         """The most likely tokens, int64, the first of equals; -1 where a row holds NaN, or its largest logit is no
         finite number. `tokens_T` gets them at the slots, 0 for -1."""
+
+    def draw(
+        self,
+        logits_MV: torch.Tensor,
+        slots_M: torch.Tensor,
+        positions_M: torch.Tensor,
+        settings: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Tokens [M], int64, by the law of `drawing`; -1 where logits hold NaN or no finite number. `settings`:
+        temperatures and seeds by slot; None: the likeliest tokens."""
+
+    def begin_rows(
+        self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
+    ) -> VerifyRows:
+        """Rows that check guesses, see `verify`."""
+
+    def accept(
+        self,
+        chosen_R: torch.Tensor,
+        rows: VerifyRows,
+        slots_B: torch.Tensor,
+        tables: SlotTables,
+        guesses_BG: torch.Tensor,
+        forced_B: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Advance the slots by the tokens that count, see `verify`."""

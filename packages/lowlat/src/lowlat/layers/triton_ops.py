@@ -11,11 +11,14 @@ from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import DecodeRows, DeviceStep
 from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.attention import attend
+from lowlat.layers.triton.drawing import draw
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.layers.triton.step import begin_decodes, greedy
+from lowlat.layers.triton.verify import accept, begin_rows
+from lowlat.layers.verify import SlotTables, VerifyRows
 from lowlat.platform.base import PackedLinear
 from lowlat.platform.cuda import CudaLinear
 
@@ -105,7 +108,7 @@ class TritonOps:
         for batch in step.segments:
             attend(
                 q_RND, keys_SKD, values_SKD, *where, batch, rule, out_RND,
-                programs=self._programs, early_start=self._early,
+                programs=self._programs, early_start=self._early, block_base=step.block_base,
             )  # fmt: skip
         return out_RND.flatten(1)
 
@@ -145,3 +148,31 @@ class TritonOps:
     def greedy(self, logits_MV: torch.Tensor, slots_M: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         """The largest logits."""
         return greedy(logits_MV, slots_M, tokens_T, early_start=self._early)
+
+    def draw(
+        self,
+        logits_MV: torch.Tensor,
+        slots_M: torch.Tensor,
+        positions_M: torch.Tensor,
+        settings: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Likeliest or drawn tokens."""
+        return draw(logits_MV, slots_M, positions_M, settings)
+
+    def begin_rows(
+        self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
+    ) -> VerifyRows:
+        """Rows that check guesses."""
+        return begin_rows(slots_B, tables, guesses_BG, counts_B)
+
+    def accept(
+        self,
+        chosen_R: torch.Tensor,
+        rows: VerifyRows,
+        slots_B: torch.Tensor,
+        tables: SlotTables,
+        guesses_BG: torch.Tensor,
+        forced_B: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Advance the slots by the tokens that count."""
+        return accept(chosen_R, rows, slots_B, tables, guesses_BG, forced_B)

@@ -151,7 +151,7 @@ class Taps(msgspec.Struct, frozen=True):
     before logits are computed."""
 
     layers: tuple[int, ...]
-    take: Callable[[torch.Tensor, StepInputs], None]
+    take: Callable[[torch.Tensor, StepInputs], object]
 
 
 class Decoder:
@@ -228,7 +228,7 @@ class Decoder:
             if self.taps is not None and index in self.taps.layers:
                 features.append(x_RH.clone())  # the layers after this one add to it in place
         if self.taps is not None:
-            self.taps.take(torch.cat(features, dim=-1), step)
+            self.taps.take(torch.cat(features, dim=-1) if features else x_RH[:, :0], step)
         return x_RH
 
     def embed(self, tokens_R: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,12 @@ The layers, their weights and the order of operations are those of `decoder`; on
 computed by `DeviceOps`. It may be captured in a graph where every MLP is a plain gated one.
 
 Legend of shape suffixes: see `device_step`; V vocabulary, C this rank's columns of it,
-M sampled rows, X = Y * D columns of queries, keys, values.
+M sampled rows, X = Y * D columns of queries, keys, values, T tapped layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,9 @@ class DeviceDecoder:
         self.ops = ops
         self.sums = sums
         self.vocab_size = decoder.config.vocab_size
+        self.taps: tuple[tuple[int, ...], Callable[[torch.Tensor, DeviceStep], object]] | None = None
+        """Layers after which states are wanted, in their order, and who gets them side by side with the step; without
+        layers it gets no columns."""
 
     @property
     def capturable(self) -> bool:
@@ -88,8 +92,16 @@ class DeviceDecoder:
     def _layers(self, step: DeviceStep, kv: KVPool) -> tuple[Added, torch.Tensor]:
         """What the last layer adds to the residual stream, and the stream before it, each [R, H]."""
         residual_RH, added = self.decoder.embed(step.tokens_R), None
-        for layer, keys_SKD, values_SKD in zip(self.decoder.layers, kv.keys, kv.values, strict=True):
+        tapped = self.taps[0] if self.taps is not None else ()
+        features_RTH = residual_RH.new_empty(len(residual_RH), len(tapped), residual_RH.shape[1])
+        parts = zip(self.decoder.layers, kv.keys, kv.values, strict=True)
+        for index, (layer, keys_SKD, values_SKD) in enumerate(parts):
             added, residual_RH = self._layer(layer, added, residual_RH, keys_SKD, values_SKD, step)
+            if index in tapped:
+                assert self.sums is None, "ranks would have to be summed first"
+                torch.add(residual_RH, added.x_RH, out=features_RTH[:, tapped.index(index)])
+        if self.taps is not None:
+            self.taps[1](features_RTH.flatten(1), step)
         assert added is not None
         return added, residual_RH
 

@@ -199,6 +199,7 @@ class DraftNetwork(nn.Module):
 
 def capped(logits: torch.Tensor, config: DraftConfig) -> torch.Tensor:
     """Logits of the target's head as a draft uses them: multiplied, then softly capped."""
-    logits = logits * config.output_multiplier
+    if config.output_multiplier != 1.0:
+        logits = logits * config.output_multiplier
     cap = config.final_logit_softcapping
     return logits if cap is None else torch.tanh(logits / cap) * cap

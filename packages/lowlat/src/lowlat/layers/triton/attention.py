@@ -56,13 +56,16 @@ def _splits(
 @triton.jit(do_not_specialize=["segments"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
-    partial_ptr, sums_ptr, prefix_ptr, begins_ptr, segments, table_stride, scale, WINDOW: tl.constexpr,
+    partial_ptr, sums_ptr, prefix_ptr, begins_ptr, segments, table_stride, block_base, scale, WINDOW: tl.constexpr,
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SINKS: tl.constexpr, ITEMS: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes items `program_id`, `program_id` + programs, ...; `scale` includes log2(e).
+
+    With `DRAFT` segments are blocks of a draft, see `DeviceStep.block_base`; the window is one more there, so that it
+    begins where that of a row after the context would.
 
     `BLOCK_M` rows of scores are `BLOCK_Q` query rows times `GROUP` heads, and what fills the power of two. `SINGLE`:
     segments have one row, and there is a program for each split that one might have.
@@ -118,7 +121,10 @@ def attend_kernel(
         q = tl.load(q_ptr + offset_m[:, None] + place_d[None, :], mask=tile, other=0.0)
 
         low = begin + split * chunk
-        high = tl.minimum(low + chunk, length - rows + tl.minimum((block + 1) * BLOCK_Q, rows))
+        if DRAFT:
+            high = tl.minimum(low + chunk, length)
+        else:
+            high = tl.minimum(low + chunk, length - rows + tl.minimum((block + 1) * BLOCK_Q, rows))
         if ITEMS:
             prefix = tl.load(prefix_ptr + segment)
             begin_m = tl.load(begins_ptr + first + row_m, mask=row_ok, other=2147483647)
@@ -128,7 +134,7 @@ def attend_kernel(
             distance_m = position_m - begin_m + prefix
             if WINDOW > 0:
                 low = tl.maximum(low, tl.min(tl.where(row_ok, distance_m, 2147483647), axis=0) - WINDOW + 1)
-        elif WINDOW > 0:
+        elif WINDOW > 0 and not DRAFT:
             # A later block of rows does not see the tokens that left the window before it.
             low = tl.maximum(low, length - rows + block * BLOCK_Q - WINDOW + 1)
         best_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -139,19 +145,27 @@ def attend_kernel(
             seen_ok = seen_l < high
             if ITEMS:
                 seen_l = tl.where(seen_l < prefix, seen_l, seen_l + hole)
-            page_l = tl.load(table_ptr + slot * table_stride + seen_l // PAGE, mask=seen_ok, other=0).to(tl.int64)
-            offset_l = ((page_l * PAGE + seen_l % PAGE) * KV_HEADS + kv_head) * DIM
+            paged_ok = seen_ok
+            if DRAFT:
+                paged_ok = seen_l < tl.minimum(high, length - rows)
+            page_l = tl.load(table_ptr + slot * table_stride + seen_l // PAGE, mask=paged_ok, other=0).to(tl.int64)
+            slot_l = page_l * PAGE + seen_l % PAGE
+            if DRAFT:
+                slot_l = tl.where(paged_ok, slot_l, (block_base + first + seen_l - (length - rows)).to(tl.int64))
+            offset_l = (slot_l * KV_HEADS + kv_head) * DIM
             key_ok = dim_ok[:, None] & seen_ok[None, :]
             keys = tl.load(keys_ptr + offset_l[None, :] + place_d[:, None], mask=key_ok, other=0.0)
             scores = tl.dot(q, keys, input_precision="ieee") * scale
-            visible = seen_ok[None, :] & (seen_l[None, :] <= position_m[:, None])
+            visible = seen_ok[None, :]
+            if not DRAFT:
+                visible = visible & (seen_l[None, :] <= position_m[:, None])
             if ITEMS:
                 shared = seen_l[None, :] < prefix
                 visible = visible & (shared | (seen_l[None, :] >= begin_m[:, None]))
                 if WINDOW > 0:
                     edge = tl.where(shared, distance_m[:, None], position_m[:, None])
                     visible = visible & (seen_l[None, :] > edge - WINDOW)
-            elif WINDOW > 0:
+            elif WINDOW > 0 and not DRAFT:
                 visible = visible & (seen_l[None, :] > position_m[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
             next_m = tl.maximum(best_m, tl.max(scores, axis=1))
@@ -248,14 +262,17 @@ class AttentionShape(msgspec.Struct, frozen=True):
     stages: int
 
     @classmethod
-    def of(cls, group: int, most_rows: int, dim: int, element_bytes: int, *, lanes: int = 32) -> AttentionShape:
+    def of(
+        cls, group: int, most_rows: int, dim: int, element_bytes: int, *, lanes: int = 32, tight: bool = False
+    ) -> AttentionShape:
         """For segments of up to `most_rows` rows whose key-value heads serve `group` query heads each, on a device with
         warps of `lanes`. Larger tiles than these spill registers (tests/kernels/test_kernels_compile.py)."""
         small = element_bytes > 2
-        if most_rows == 1:
+        fitting = max(16, triton.next_power_of_2(group * most_rows))
+        if most_rows == 1 or (tight and fitting <= 32):
             # Stages keep loads of later tokens in flight: two of them go to page numbers, the others to tiles.
             stages = 2 if small else 3 if dim > 128 or lanes > 32 else 7 if dim <= 64 else 5
-            return cls(1, max(16, triton.next_power_of_2(group)), 32 if small else 64, 4, stages)
+            return cls(most_rows, fitting, 32 if small else 64, 4, stages)
         # Two sizes only: every size is compiled when it first comes, which a request would wait for.
         least = max(16, triton.next_power_of_2(group))
         largest = 16 if small else 128 if dim <= 128 and lanes == 32 else 64
@@ -276,10 +293,12 @@ def attend(
     *,
     programs: int,
     early_start: bool = False,
+    block_base: int = -1,
 ) -> None:
     """softmax(q k^T scale) v of the segments' rows, written to `out_RND`; other rows stay as they are.
 
-    `programs`: programs that fill the device, and about as many splits as a lone segment gets. All tensors contiguous;
+    `programs`: programs that fill the device, and about as many splits as a lone segment gets. `block_base`: see
+    `DeviceStep`. All tensors contiguous;
     `out_RND` has the type of `q_RND`, float32 or bfloat16. Softmax and sums are float32 (Milakov and Gimelshein 2018).
     """
     total, heads, dim = q_RND.shape
@@ -290,7 +309,8 @@ def attend(
     assert out_RND.is_contiguous()
     assert keys_SKD.is_contiguous()
     assert values_SKD.is_contiguous()
-    shape = AttentionShape.of(group, segments.most_rows, dim, q_RND.element_size())
+    shape = AttentionShape.of(group, segments.most_rows, dim, q_RND.element_size(), tight=segments.tight)
+    draft = block_base >= 0
     most = min(MAX_SPLITS, max(1, -(-programs // kv_heads)))
     blocks = -(-segments.most_rows // shape.block_q)
     parts = count * most * kv_heads * shape.block_m
@@ -302,7 +322,8 @@ def attend(
     common = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "SINKS": rule.sinks_N is not None, "BLOCK_Q": shape.block_q,
         "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": block_d, "MIN_CHUNK": MIN_CHUNK,
-        "WINDOW": rule.window, "MOST": most, "EARLY": early_start, **early.launch_options(early_start),
+        "WINDOW": rule.window + 1 if draft and rule.window else rule.window, "MOST": most, "EARLY": early_start,
+        **early.launch_options(early_start),
     }  # fmt: skip
     where = (segments.first_B, segments.rows_B, segments.lengths_B)
     items = segments.items
@@ -312,7 +333,8 @@ def attend(
     most_items = count * max(most, blocks) * kv_heads
     attend_kernel[(most_items if single else min(programs, most_items),)](
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
-        count, table_TP.stride(0), scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
+        count, table_TP.stride(0), block_base, scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
+        DRAFT=draft,
         BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if most > 1:

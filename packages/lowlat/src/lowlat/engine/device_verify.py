@@ -1,0 +1,208 @@
+"""Decode steps that check guesses, on the device: draft, forward, choice and acceptance are one body, one graph.
+
+A body has a fixed number of rows a request; `layers/verify.py` says which of them are real and which tokens count.
+
+Legend of shape suffixes: B padded requests, W rows of a request, G = W - 1 guesses, R = B * W rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import msgspec
+import torch
+
+from lowlat.cache.layout import KVPool
+from lowlat.engine.device_results import PendingStep, fetch
+from lowlat.engine.device_sampler import Samples, SamplingMode, choose
+from lowlat.engine.device_speculation import Checks, DeviceSpeculation
+from lowlat.engine.device_state import DeviceState, SlotLists, to_device
+from lowlat.engine.executor import StepResult
+from lowlat.engine.graphs import StepBodies
+from lowlat.layers.device_step import DeviceStep, RowSegments
+from lowlat.layers.verify import VerifyRows
+from lowlat.models.device_decoder import DeviceDecoder
+from lowlat.speculative.proposer import Proposal
+from lowlat.speculative.step_times import StepTimes
+
+_MEASURED = 4
+"""Runs of each body whose best counts as its time."""
+
+
+class Checked(msgspec.Struct):
+    """What a step brought, on the device."""
+
+    result_BX: torch.Tensor
+    """As `verify.accept` returns it."""
+    samples: Samples
+
+
+class Verifier:
+    """The bodies of one runner."""
+
+    def __init__(
+        self,
+        model: DeviceDecoder,
+        kv: KVPool,
+        state: DeviceState,
+        lists: SlotLists,
+        bodies: StepBodies,
+        speculation: DeviceSpeculation,
+    ) -> None:
+        self.speculation = speculation
+        self._model, self._kv, self._state, self._lists, self._bodies = model, kv, state, lists, bodies
+        self._given: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """By requests and width: guesses of the host, pinned, and their copy on the device; counts come first."""
+        self._forced_B: dict[int, torch.Tensor] = {}
+
+    def prepare(self, sizes: list[int], modes: list[SamplingMode]) -> None:
+        """Capture the bodies of these sizes and measure them."""
+        for size in sizes:
+            seconds = {}
+            for width in self.speculation.widths:
+                for mode in modes:
+                    self._prepare(size, width, mode)
+                seconds[width] = min(self._time(size, width, modes[0]) for _ in range(_MEASURED))
+            self.speculation.times[size] = StepTimes(seconds)
+
+    def run(
+        self, slots: list[int], size: int, checks: Checks, mode: SamplingMode, longest: int, forced: list[int] | None
+    ) -> Checked:
+        """Queue a step of these slots. `longest`: tokens that none exceeds after it. `forced`: tokens that count."""
+        width = checks.width
+        self._prepare(size, width, mode)
+        self._lists.send(size, slots)
+        if checks.proposals is not None:
+            self._give(size, width, checks.proposals)
+        if forced is not None:
+            padded = forced + [0] * (size - len(slots))
+            self._forced_B[size].copy_(to_device(padded, torch.int64, self._state.device), non_blocking=True)
+        checked: Checked = self._bodies.run(*self._body(size, width, mode, longest))
+        return checked
+
+    def _body(self, size: int, width: int, mode: SamplingMode, longest: int) -> tuple[Hashable, Callable[[], Checked]]:
+        return ("checks", size, width, mode), lambda: self._check(size, width, mode, longest)
+
+    def _prepare(self, size: int, width: int, mode: SamplingMode) -> None:
+        if (size, width) not in self._given:
+            zeros = torch.zeros(size * width, dtype=torch.int64)
+            on_gpu = self._state.device.type == "cuda"
+            self._given[size, width] = (zeros.pin_memory() if on_gpu else zeros, zeros.to(self._state.device))
+        if size not in self._forced_B:
+            self._forced_B[size] = torch.zeros(size, dtype=torch.int64, device=self._state.device)
+        key, body = self._body(size, width, mode, width)
+        if not self._bodies.knows(key):
+            self._lists.pad(size)
+            self._bodies.prepare(key, body)
+
+    def replay(self, size: int, mode: SamplingMode, width: int = 1) -> None:
+        """Queue a prepared step on padding, for measurements."""
+        self._lists.pad(size)
+        self._bodies.run(*self._body(size, width, mode, width))
+
+    def _time(self, size: int, width: int, mode: SamplingMode) -> float:
+        """Seconds of a step, on padding."""
+        clock, device = self.speculation.clock, self._state.device
+        started = clock()
+        self.replay(size, mode, width)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return max(1e-9, clock() - started)
+
+    def _give(self, size: int, width: int, proposals: list[Proposal]) -> None:
+        """Guesses of the host for the next step; it has waited for the one before, so nobody reads the old ones."""
+        tokens = [(of.tokens + [0] * width)[: width - 1] for of in proposals]
+        numbers = self._given[size, width][0].numpy()
+        numbers[: len(proposals)] = [min(len(of.tokens), width - 1) for of in proposals]
+        numbers[size : size + len(proposals) * (width - 1)] = [token for row in tokens for token in row]
+
+    def _check(self, size: int, width: int, mode: SamplingMode, longest: int) -> Checked:
+        """The body."""
+        state, ops, slots_B = self._state, self._model.ops, self._lists.tensor(size)
+        guesses_BG, counts_B = self._guesses(size, width, mode, longest)
+        rows = ops.begin_rows(slots_B, state.slots, guesses_BG, counts_B)
+        batch = RowSegments(
+            rows.slots_B, rows.first_B, rows.rows_B, rows.lengths_B, most_rows=width, longest=longest, tight=True
+        )
+        logits_RV = self._model.forward(self._step(rows, batch), self._kv)
+        samples = choose(logits_RV, rows.slots_R, rows.next_R, state, mode, ops, guesses_BG)
+        forced_B = self._forced_B[size] if self.speculation.simulated is not None else None
+        result_BX = ops.accept(samples.tokens_M, rows, slots_B, state.slots, guesses_BG, forced_B)
+        if mode.rules:
+            counts_R = torch.arange(width, device=slots_B.device) < result_BX[:, :1]
+            state.count(rows.slots_R, samples.tokens_M.clamp(min=0), counts_R.flatten())
+        return Checked(result_BX, samples)
+
+    def _guesses(
+        self, size: int, width: int, mode: SamplingMode, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        draft = self.speculation.draft
+        if draft is None:
+            pinned, given = self._given[size, width]
+            given.copy_(pinned, non_blocking=True)
+            return given[size:].view(size, width - 1), given[:size]
+        if width == 1:
+            return self._given[size, 1][1].view(size, 1)[:, 1:], None
+        plain = SamplingMode(draws=mode.draws, filters=mode.filters)
+
+        def pick(logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
+            return choose(logits_MV, slots_M, positions_M, self._state, plain, self._model.ops).tokens_M
+
+        return draft.propose(self._lists.tensor(size), width - 1, longest, pick), None
+
+    def _step(self, rows: VerifyRows, batch: RowSegments) -> DeviceStep:
+        table = self._state.table
+        where = (rows.tokens_R, rows.positions_R)
+        step = DeviceStep(*where, rows.places_R, [batch], table.pages_TP, table.page_size, None)
+        if (windows := self._state.window_table) is not None:
+            slots = self._state.slots
+            real_R = rows.places_R < slots.padding_page * slots.page_size
+            places_R = windows.places(rows.slots_R, rows.positions_R).where(
+                real_R, windows.padding_page * table.page_size
+            )
+            step.windowed = DeviceStep(*where, places_R, [batch], windows.pages_TP, table.page_size, None)
+        return step
+
+
+class PendingChecks(PendingStep):
+    """A launched step that checks guesses."""
+
+    def __init__(
+        self,
+        step: int,
+        checked: Checked,
+        slots: list[int],
+        wanted: list[int],
+        device: torch.device,
+        done: Callable[[list[list[int]], list[int]], tuple[float, float]],
+    ) -> None:
+        """As `PendingStep`. `done` hears of every slot's tokens and rows, and says what `StepResult.spent` and `plain`
+        are."""
+        self._told = done
+        self._result_BX = fetch(checked.result_BX, len(slots))
+        self._rows = checked.result_BX.shape[1] - 2
+        samples = checked.samples if checked.samples.chosen_M is not None else None
+        super().__init__(step, samples, slots, wanted, device, lambda tokens: None, rows=self._rows)
+
+    def _read(self) -> StepResult:
+        bursts, rows, bad = [], [], []
+        for slot, (count, of_request, *tokens) in zip(self._slots, self._result_BX.tolist(), strict=True):
+            bursts.append(tokens[: max(0, count)])
+            rows.append(of_request)
+            if count < 0:
+                bad.append(slot)
+        spent, plain = self._told(bursts, rows)
+        tokens = [token for burst in bursts for token in burst]
+        logprobs = None
+        if self._samples is not None:
+            every = self._logprobs(self._samples)
+            assert every is not None
+            firsts = range(0, len(every), self._rows)
+            logprobs = [
+                entry for first, burst in zip(firsts, bursts, strict=True) for entry in every[first:][: len(burst)]
+            ]
+        counts = list(map(len, bursts))
+        guessed = sum(max(0, count - 1) for count in rows)
+        result = StepResult(self._step, tokens, logprobs, counts=counts, guessed=guessed, bad_slots=bad)
+        result.spent, result.plain = spent, plain
+        return result

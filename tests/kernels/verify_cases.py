@@ -1,0 +1,142 @@
+"""Random inputs for the kernels of steps that check guesses, on any device, and plain PyTorch to compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kernel_cases import PagedCase
+
+from lowlat.layers.attention import AttentionRule
+from lowlat.layers.device_step import DeviceStep
+from lowlat.layers.verify import NO_END, SlotTables
+
+
+def drawn_logits(rows: int, vocabulary: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Rows of every kind: ordinary ones, ties, one token alone, none at all, infinite and broken ones."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_MV = (torch.randn(rows, vocabulary, generator=generator) * 3).to(dtype)
+    logits_MV[1] = 0.25
+    logits_MV[2] = float("-inf")
+    logits_MV[2, vocabulary - 1] = 1.0
+    logits_MV[3] = float("-inf")
+    logits_MV[4, 5] = float("inf")
+    logits_MV[5, vocabulary // 2] = float("nan")
+    return logits_MV
+
+
+def check_draws(draw: Any, vocabulary: int, dtype: torch.dtype, device: str, rows: int = 12) -> None:
+    """`draw` against the law: greedy rows beside drawn ones, seeds and positions of all sizes."""
+    from lowlat.layers.drawing import draw as law
+
+    generator = torch.Generator().manual_seed(rows)
+    logits_MV = drawn_logits(rows, vocabulary, dtype, seed=vocabulary)
+    temperature_T = torch.tensor([0.0, 0.8, 1.7, 1e-6, 0.05])
+    seed_T = torch.randint(-(1 << 63), (1 << 63) - 1, (5,), generator=generator)
+    slots_M = torch.randint(0, 5, (rows,), generator=generator)
+    positions_M = torch.randint(0, 1 << 20, (rows,), generator=generator)
+    given = [part.to(device) for part in (logits_MV, slots_M, positions_M)]
+    drawn = 0
+    for settings in (None, (temperature_T, seed_T)):
+        expected = law(logits_MV, slots_M, positions_M, settings)
+        got = draw(*given, None if settings is None else tuple(part.to(device) for part in settings))
+        assert got.dtype == torch.int64
+        assert got.tolist() == expected.tolist()
+        assert (expected < 0).tolist()[:6] == [False, False, False, True, True, True]
+        drawn += len(set(expected.tolist()))
+    assert drawn > 8
+
+
+def slot_tables(device: str) -> SlotTables:
+    """Five slots and one for padding: a request at its end, one near it, one that declines guesses."""
+
+    def table(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    pages = torch.arange(36, dtype=torch.int32, device=device).flip(0).reshape(6, 6).contiguous()
+    pages[5] = 40
+    return SlotTables(
+        table(11, 12, 13, 14, 15, 16),
+        table(9, 20, 4, 22, 7, 0),
+        table(40, 23, NO_END, 23, 40, NO_END),
+        table(5, 5, 5, 5, 1, 0),
+        pages,
+        4,
+        40,
+    )
+
+
+def check_verification(ops: Any, plain: Any, width: int, device: str, *, counts: bool, forced: bool) -> None:
+    """Rows and what counts of them: the same rows, results and slots as `plain` operations give."""
+    generator = torch.Generator().manual_seed(width)
+    order = [3, 0, 5, 1, 4, 2, 5, 5]
+    guesses_BG = torch.randint(0, 3, (8, width - 1), generator=generator)
+    counts_B = torch.randint(0, width, (8,), generator=generator) if counts else None
+    chosen_R = torch.randint(-1, 3, (8 * width,), generator=generator)
+    chosen_R.view(8, width)[:, : width - 1] = torch.where(
+        torch.rand(8, width - 1, generator=generator) < 0.75, guesses_BG, chosen_R.view(8, width)[:, : width - 1]
+    )
+    forced_B = torch.randint(1, width + 1, (8,), generator=generator) if forced else None
+    found = []
+    for chosen_ops, where in ((plain, "cpu"), (ops, device)):
+        tables = slot_tables(where)
+        slots_B, guessed, count, chosen, force = (
+            part if part is None else part.to(where)
+            for part in (torch.tensor(order), guesses_BG, counts_B, chosen_R, forced_B)
+        )
+        rows = chosen_ops.begin_rows(slots_B, tables, guessed, count)
+        result = chosen_ops.accept(chosen, rows, slots_B, tables, guessed, force)
+        parts = [getattr(rows, name).tolist() for name in rows.__struct_fields__]
+        found.append([*parts, result.tolist(), tables.tokens_T.tolist(), tables.lengths_T.tolist()])
+    assert found[0] == found[1]
+    counted = [row[0] for row in found[0][-3]]
+    assert counted[2] == counted[6] == counted[7] == 0, "padding"
+    if width > 3 and not forced:
+        assert max(counted) > 1
+    assert found[0][-1][-1] == 0
+
+
+def block_case(
+    lengths: list[int], block: int, device: str, dtype: torch.dtype, *, window: int = 0, **shape: Any
+) -> tuple[PagedCase, DeviceStep, AttentionRule]:
+    """Blocks of a draft behind contexts of `lengths` tokens; their own keys lie behind the pages."""
+    case = PagedCase(lengths, [0] * len(lengths), dtype=dtype, window=0, **shape)
+    base = len(case.keys_SKD)
+    generator = torch.Generator().manual_seed(block)
+    rows = len(lengths) * block
+    heads, kv_heads, dim = shape["heads"], shape["kv_heads"], shape["dim"]
+    case.q_RND = torch.randn(rows, heads, dim, generator=generator).to(dtype).to(device)
+    more = [torch.randn(rows, kv_heads, dim, generator=generator).to(dtype) for _ in range(2)]
+    case.keys_SKD, case.values_SKD = (
+        torch.cat([pool, own]).to(device) for pool, own in zip((case.keys_SKD, case.values_SKD), more, strict=True)
+    )
+    case.table_TP = case.table_TP.to(device)
+    real = torch.tensor([block if length else 0 for length in lengths], dtype=torch.int32)
+    batch = case.segments
+    batch.slots_B = batch.slots_B.to(device)
+    batch.first_B = (torch.arange(len(lengths), dtype=torch.int32) * block).to(device)
+    batch.rows_B = real.to(device)
+    batch.lengths_B = (torch.tensor(lengths, dtype=torch.int32) + real).to(device)
+    batch.most_rows, batch.longest, batch.tight = block, max(lengths) + block, True
+    step = case.step
+    step.block_base = base
+    return case, step, AttentionRule(window=window)
+
+
+def blocks_by_hand(case: PagedCase, step: DeviceStep, rule: AttentionRule) -> torch.Tensor:
+    """Attention of blocks in float64, from the definition; rows of padding are zeros."""
+    batch = case.segments
+    out = torch.zeros(case.q_RND.shape, dtype=torch.float64)
+    keys, values, queries = (part.double().cpu() for part in (case.keys_SKD, case.values_SKD, case.q_RND))
+    group = queries.shape[1] // keys.shape[1]
+    parts = (batch.slots_B, batch.first_B, batch.rows_B, batch.lengths_B)
+    for slot, first, rows, length in zip(*(part.tolist() for part in parts), strict=True):
+        before = length - rows
+        token = torch.arange(max(0, before - rule.window) if rule.window else 0, before)
+        place = case.table_TP[slot].cpu()[token // case.page_size].long() * case.page_size + token % case.page_size
+        place = torch.cat([place, step.block_base + first + torch.arange(rows)])
+        for row in range(first, first + rows):
+            for head in range(queries.shape[1]):
+                weights = (keys[place, head // group] @ queries[row, head] * queries.shape[2] ** -0.5).softmax(0)
+                out[row, head] = weights @ values[place, head // group]
+    return out
