@@ -11,6 +11,9 @@ memory of the cache, and are measured in alternation:
   where the model has it, attention over exactly `context` tokens, argmax; one replay of a CUDA graph. It is compiled
   layer by layer, with the addition before each norm inside, so nothing that a whole graph would fuse is left apart.
 
+A kernel library's arm (`--arms lowlat-nvidia,...`) is the same engine with the library's steps switched on, for the
+same requests; its row's details hold the time of the library's forward alone, replayed as a graph.
+
 Contexts are not computed: cached prefixes are declared and their keys and values drawn at random. The file is written
 again after every model.
 
@@ -20,6 +23,7 @@ Legend of shape suffixes: B requests (one row each), H hidden, N query heads, K 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +33,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
+from lowlat.bench.arms.base import kernel_library
 from lowlat.bench.arms.torch_step import capture, time_cpu, time_cuda
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
 from lowlat.bench.presets import DenseShape, find_shape
@@ -43,6 +48,8 @@ from lowlat.engine.core import EngineCore
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.models.decoder import Decoder, DecoderLayer, GatedMLP
 from lowlat.parallel.group import SingleRank
+from lowlat_plugin import Mode, StepInputs
+from lowlat_plugin import Path as RoutePath
 
 PAGE = 16
 ANSWER = 512
@@ -50,6 +57,11 @@ ANSWER = 512
 NEW_TOKENS = 700
 """Tokens of a follow-up over a cached prefix, the common request of agents."""
 
+SAMPLING = {
+    "greedy": SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True),
+    "drawn": SamplingParams(max_tokens=ANSWER, temperature=0.8, seed=1, ignore_eos=True),
+    "filtered": SamplingParams(max_tokens=ANSWER, temperature=0.8, top_k=50, top_p=0.95, seed=1, ignore_eos=True),
+}
 Arm = Callable[[], list[float]]
 
 
@@ -65,6 +77,12 @@ class Options(msgspec.Struct, frozen=True):
     rounds: int
     steps: int
     ceiling_gb: float | None
+    sampling: str = "greedy"
+
+    @property
+    def library(self) -> str | None:
+        """The kernel library among the arms."""
+        return next((arm for arm in self.arms if kernel_library(arm)), None)
 
 
 class Engine:
@@ -82,12 +100,13 @@ class Engine:
             kv_tokens=most * room,
             page_size=PAGE,
             run_ahead=2,
-            low_latency="off",
+            low_latency="off" if options.library is None else "require",
+            kernels=None if options.library is None else kernel_library(options.library),
             seed=0,
         )
         checkpoint: Any = RandomCheckpoint(shape, 0, options.device)
         self.parts: RankParts = build_rank(self.config, checkpoint, SingleRank(), lambda *_: None)
-        self.shape = shape
+        self.shape, self.sampling = shape, options.sampling
         model, kv = self.parts.runner.model, self.parts.runner.kv
         self.decoder: Decoder = getattr(model, "decoder", model)
         assert isinstance(kv, KVPool)
@@ -98,14 +117,29 @@ class Engine:
     def case(self, batch: int, context: int) -> EngineCase:
         """An engine whose `batch` requests find `context` tokens cached."""
         scheduler = make_scheduler(self.config, self.parts)
-        core = EngineCore(scheduler, make_executor(self.parts), run_ahead=self.config.run_ahead)
-        return EngineCase(core, self.shape, batch, context)
+        core = EngineCore(
+            scheduler, make_executor(self.parts), run_ahead=self.config.run_ahead, low_latency=self.parts.kernels.low
+        )
+        return EngineCase(core, self.shape, batch, context, self.sampling)
+
+    def launch_alone(self, batch: int, context: int, steps: int) -> list[float]:
+        """Microseconds of the kernel library's forward for the same rows, its graph replayed `steps` times."""
+        device, pages = self.kv.keys[0].device, context // PAGE + 1
+        place = torch.full((batch,), context, device=device)
+        table_QP = torch.randperm(batch * pages, device=device).int().view(batch, pages)
+        step = StepInputs(
+            Mode.DECODE, place * 7 % self.shape.vocab, place,
+            torch.arange(batch + 1, dtype=torch.int32, device=device), (place + 1).int(), table_QP,
+            table_QP[:, -1].long() * PAGE + context % PAGE,
+        )  # fmt: skip
+        with torch.inference_mode():
+            return time_cuda(capture(lambda: self.parts.kernels.low.forward(step)).replay, steps)
 
 
 class EngineCase:
     """Requests that decode for as long as anybody measures."""
 
-    def __init__(self, core: EngineCore, shape: DenseShape, batch: int, context: int) -> None:
+    def __init__(self, core: EngineCore, shape: DenseShape, batch: int, context: int, sampling: str) -> None:
         self.core = core
         self._batch = batch
         self._shape = shape
@@ -116,8 +150,7 @@ class EngineCase:
         for prompt in self._prompts:
             self._declare(prompt)
         for request, prompt in enumerate(self._prompts):
-            sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
-            core.submit(GenerateRequest(id=str(request), prompt_ids=prompt, sampling=sampling))
+            core.submit(GenerateRequest(id=str(request), prompt_ids=prompt, sampling=SAMPLING[sampling]))
         while core.scheduler.stats.generated_tokens < 8 * batch:
             core.turn()
         assert core.scheduler.stats.cached_tokens >= batch * (context - PAGE), "contexts were computed"
@@ -129,9 +162,12 @@ class EngineCase:
         cache.extend(lease, len(prompt))
         cache.end(lease, prompt[: len(prompt) // PAGE * PAGE])
 
-    def decode(self, steps: int) -> list[float]:
+    def decode(self, steps: int, kernels: bool = False) -> list[float]:
         """Microseconds between the tokens of `steps` steps, once the pipeline is full again."""
         samples: list[float] = []
+        assert self.core.low_latency is not None
+        self.core.low_latency.switch(kernels)
+        covered = self.core.low_latency.counters.total(RoutePath.KERNELS)
         last = 0.0
         for turn in range(steps + self.core.run_ahead + 2):
             outputs = self.core.turn()
@@ -140,6 +176,8 @@ class EngineCase:
             if turn > self.core.run_ahead + 1:
                 samples.append((now - last) * 1e6)
             last = now
+        covered = self.core.low_latency.counters.total(RoutePath.KERNELS) - covered
+        assert covered >= steps if kernels else covered == 0, "not the arm that was to be measured"
         return samples
 
     def follow_up(self) -> float:
@@ -267,6 +305,8 @@ def measure_case(engine: Engine, batch: int, context: int, options: Options) -> 
     """All arms of one case, and the milliseconds of a follow-up request."""
     case = engine.case(batch, context)
     arms: dict[str, Arm] = {"general": lambda: case.decode(options.steps)}
+    if options.library is not None:
+        arms[options.library] = lambda: case.decode(options.steps, kernels=True)
     if "torch-eager-graph" in options.arms:
         arms["torch-eager-graph"] = torch_arm(engine, batch, context, options, compiled=False)
     if "torch-compile" in options.arms:
@@ -285,7 +325,10 @@ def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling:
         "workload": engine.shape.name, "rows": batch, "context": context, "tp": 1, "dtype": options.dtype,
         "concurrency": batch,
     }  # fmt: skip
-    notes = {"general": "engine in process: scheduler, sampling, run-ahead 2; cached keys and values drawn at random"}
+    notes = dict.fromkeys(
+        ("general", options.library),
+        f"engine in process: scheduler, {options.sampling} tokens, run-ahead 2; cached keys and values drawn at random",
+    )
     rows = [
         row_from_samples(
             measured.samples(arm), arm=arm, metric="step_us", bytes=size, note=notes.get(arm, ""),
@@ -293,6 +336,11 @@ def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling:
         )
         for arm in measured.rounds
     ]  # fmt: skip
+    if options.library in measured.rounds and options.device == "cuda":
+        alone = statistics.median(engine.launch_alone(batch, context, 2 * options.steps))
+        row = next(row for row in rows if row.arm == options.library)
+        row.details = {"forward_us": round(alone, 1), "over_forward": round(row.median / alone, 4)}
+        print(f"   {options.library}: forward alone {alone:.1f} us", flush=True)
     for arm, error in measured.errors.items():
         print(f"   {arm} broke and is left out: {error}", flush=True)
     floor = size / (ceiling.tb_s * 1e6)
@@ -350,6 +398,7 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--arms", default="torch-eager-graph,torch-compile", help="arms beside the general path")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="steps in one measurement; a round holds two of each arm")
+    parser.add_argument("--sampling", default="greedy", choices=list(SAMPLING), help="of the engine's arms")
     parser.add_argument("--ceiling-gb", type=float)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args(arguments)
@@ -363,8 +412,9 @@ def main(arguments: list[str] | None = None) -> Path:
         got.rounds,
         got.steps,
         got.ceiling_gb,
+        got.sampling,
     )
-    turns = (2 * options.rounds + 1) * (options.steps + 4) + 8
+    turns = (1 + (options.library is not None)) * (2 * options.rounds + 1) * (options.steps + 4) + 8
     if turns > ANSWER:
         parser.error(f"{turns} steps of a case, and its requests have {ANSWER} tokens: fewer --rounds or --steps")
     if any(context % PAGE for context in options.contexts):

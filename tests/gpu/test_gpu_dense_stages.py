@@ -13,13 +13,13 @@ import torch
 
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import schedule as schedules
-from lowlat_nvidia.dense.alone import OUTPUTS, AloneSteps
+from lowlat_nvidia.dense.alone import ALL, NOWHERE, OUTPUTS, AloneSteps
 from lowlat_nvidia.dense.cases import copy_pools, make_case
 from lowlat_nvidia.dense.reference import random_weights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 from lowlat_nvidia.dense.rows import rows_of
 from lowlat_nvidia.dense.schedule import EMPTY, Schedule
-from lowlat_nvidia.dense.step import DenseStep, StepTensors
+from lowlat_nvidia.dense.step import DEFAULT_SPIN_LIMIT, DenseStep, StepDeadlineError, StepTensors
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -127,3 +127,19 @@ def test_unused_words_of_wider_steps_do_not_matter(built: tuple[AloneSteps, obje
         logits = alone.step.run(inputs).clone()
         assert torch.equal(logits, run.logits_RV[: len(logits)])
     alone.step.check()
+
+
+def test_a_page_that_never_comes_is_an_error_too(built: tuple[AloneSteps, object]) -> None:
+    """Waits for copies into shared memory end like waits for other blocks."""
+    alone, weights = built
+    run = Run(alone, weights, "two")
+    alone.step.reset()
+    alone.step.spin_limit = 3000
+    try:
+        with pytest.raises(StepDeadlineError, match="any product: a page of weights"):
+            alone._launch(run.inputs, ALL, 0, 0, alone.step.plan.stream_pages() - 1, NOWHERE)
+        assert alone.step.next_token_R[:2].tolist() == [-1, -1]
+        assert alone.step.logits_RV[:2, 0].isnan().all()
+    finally:
+        alone.step.spin_limit = DEFAULT_SPIN_LIMIT
+    assert torch.equal(alone.whole(run.inputs)[1], run.logits_RV)

@@ -30,6 +30,7 @@ class StandIn:
     """Computes what the kernel is to compute, from what the kernel would be given."""
 
     launches = 0
+    by_row = 0
 
     def __init__(self, plan, weights, rotary, device, allocate, scratch_elements) -> None:  # type: ignore[no-untyped-def]
         self.plan, self.weights, self.rotary = plan, weights, rotary
@@ -48,6 +49,7 @@ class StandIn:
 
     def run(self, step: StepTensors) -> torch.Tensor:
         StandIn.launches += 1
+        StandIn.by_row += step.table_rows_Q is not None
         logits = reference_step(self.plan.shape, self.weights, self.rotary, self.pools, self.page_size, step)
         self.next_token_R[: len(logits)] = logits.argmax(-1)
         return logits if step.logits_RV is None else step.logits_RV.copy_(logits)

@@ -41,8 +41,16 @@ from sglang.srt.model_executor import forward_context  # noqa: E402
 
 import lowlat_plugin.hosts.sglang as adapter  # noqa: E402
 from lowlat_plugin.conformance import ReferenceHost  # noqa: E402
+from lowlat_plugin.registry import Registry, discover  # noqa: E402
 from lowlat_plugin.spec import Mode  # noqa: E402
 from lowlat_plugin.steps import LayerKV, StepInputs  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1] / "nvidia"))
+from test_nvidia_dense_contract import StandIn  # noqa: E402
+
+from lowlat_nvidia.dense import kernel as kernel_module  # noqa: E402
+from lowlat_nvidia.dense.example import small_qwen3  # noqa: E402
+from lowlat_nvidia.specs import SPECS  # noqa: E402
 
 LLAMA = ["LlamaForCausalLM"]
 
@@ -112,12 +120,25 @@ def fake_device(monkeypatch):
         monkeypatch.setattr(module, "get_device", lambda: SimpleNamespace(watchdog_timeout=300))
     monkeypatch.setattr(nvidia, "megakernel_enabled", lambda: True)
     monkeypatch.setattr(amd, "_backend", lambda: "amd")
+    monkeypatch.setattr(adapter, "discover", lambda: only(STATE["library"]))
     monkeypatch.setattr(nvidia_spec, "_REGISTRY", {})
     monkeypatch.setattr(amd_spec, "_REGISTRY", {})
-    STATE.update(capturing=False, speculative=SimpleNamespace(speculative_algorithm=None))
+    STATE.update(library="sglang-zoo", capturing=False, speculative=SimpleNamespace(speculative_algorithm=None))
 
 
 STATE: dict = {}
+
+
+def only(distribution):
+    """What is installed, of one distribution: others on this machine are no matter of these checks."""
+    registry = Registry()
+    for candidate in discover().candidates:
+        if candidate.distribution == distribution:
+            registry.register(candidate.spec, distribution, candidate.version)
+    if distribution == "lowlat-nvidia":
+        for spec in SPECS:
+            registry.register(spec, distribution)
+    return registry
 
 
 # -- registry --------------------------------------------------------------------------------------------------------
@@ -328,10 +349,13 @@ class Pool:
 class Server:
     """A model, its pool, and forward batches for it."""
 
-    def __init__(self, architecture="LlamaForCausalLM"):
-        self.case = zoo_case(page_size=1)
+    def __init__(self, architecture="LlamaForCausalLM", case=None):
+        self.case = case or zoo_case(page_size=1)
         self.config = hf_config(architectures=[architecture])
-        self.model = FusedModel(llama_weights(self.case.config, 0), self.case.config)
+        if case is not None:
+            self.config = SimpleNamespace(**case.config)
+        weights = llama_weights(self.case.config, 0) if case is None else case.weights
+        self.model = FusedModel(weights, self.case.config)
         self.host = ReferenceHost(self.case, pages=64)
         self.model.reference = lambda ids, positions, batch: self.general(ids, positions, batch)
         self.req_to_token = torch.randperm(60)[:60].reshape(3, 20).int() + 1
@@ -483,6 +507,57 @@ def test_amd_install_and_dispatch(monkeypatch):
         server.run(server.batch(ForwardMode.EXTEND, 1, 5)),
         server.general(*(lambda b: (b.input_ids, b.positions, b))(server.batch(ForwardMode.EXTEND, 1, 5))),
     )
+
+
+# -- the dense step, its launch replaced by the plain reference --------------------------------------------------------
+
+
+@pytest.fixture
+def dense(monkeypatch):
+    """A small Qwen3 in SGLang's shape, and the library of this repository for it."""
+    monkeypatch.setattr(kernel_module, "DenseStep", StandIn)
+    STATE["library"] = "lowlat-nvidia"
+    case = small_qwen3(0, "cpu")
+    case.page_size = 1
+    return Server(case=case)
+
+
+def dense_reasons(hf, **changes):
+    adapter.register()
+    return nvidia.megakernel_disable_reasons(cfg=settings(**changes), hf_config=hf, isa="sm_90")[1]
+
+
+def test_the_dense_step_is_registered_and_guarded(dense):
+    architectures = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+    assert adapter.register() == [f"nvidia {name}: lowlat-nvidia/dense-hopper" for name in sorted(architectures)]
+    spec, why = nvidia_spec.find_spec(architectures=["Qwen3ForCausalLM"], isa="sm_90")
+    assert (spec.name, why) == ("lowlat-nvidia/dense-hopper", "")
+    assert spec.max_rows == 8
+    assert spec.requires.resident_blocks == 128
+    assert spec.requires.dtypes == {"bfloat16"}
+    assert dense_reasons(dense.config) == []
+    assert dense_reasons(dense.config, speculative_algorithm="NGRAM") == []
+    assert any("tp_size 2 is not one of ['1']" in reason for reason in dense_reasons(dense.config, tp_size=2))
+    wide = SimpleNamespace(**(dense.case.config | {"hidden_size": 5120}))
+    assert any("config hidden_size" in reason for reason in dense_reasons(wide))
+    assert "not sm_100" in nvidia_spec.find_spec(architectures=["Qwen3ForCausalLM"], isa="sm_100")[1]
+
+
+def test_the_dense_step_computes_sglangs_decode_steps(dense):
+    adapter.register()
+    dense.prefill()
+    nvidia.install_megakernel(model=dense.model, hf_config=dense.config, capture_tail_hooks=dense.hooks, is_draft=False)
+    built = nvidia.built_megakernel(dense.model)
+    assert built.widths == tuple(range(1, 9))
+    before = StandIn.launches
+    for requests in (1, 3):
+        batch = dense.batch(ForwardMode.DECODE, requests, 5)
+        found = dense.run(batch)
+        expected = dense.general(batch.input_ids, batch.positions, batch)
+        assert ((found - expected).norm(dim=1) < 2e-2 * expected.norm(dim=1)).all()
+    assert StandIn.launches == before + 2
+    assert StandIn.by_row == 2, "SGLang's own table is read, no copy of it is made"
+    assert built.counters.snapshot() == {("plugin", "covered"): 2}
 
 
 # -- two ranks -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def test_the_adapter_works_in_an_unmodified_sglang(tmp_path):
         "[sglang.srt.plugins]\nnvidia_megakernel = lowlat_plugin.hosts.sglang:register\n"
     )
     env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE), str(SITE)]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE), str(SITE), os.environ.get("PYTHONPATH", "")]),
         "LOWLAT_SGLANG_SITE": str(SITE),
         "OMP_NUM_THREADS": "1",
     }

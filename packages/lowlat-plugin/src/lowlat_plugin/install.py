@@ -235,7 +235,7 @@ class LowLatency:
         kernel = self._kernel()
         if any(reason.code != Code.NUMERICS for result in self.results for reason in result.reasons):
             return ()
-        result = shadow.check(kernel, kernel.spec.numerics, shape, self.deadline_s)
+        result = shadow.check(kernel, kernel.numerics(), shape, self.deadline_s)
         everyones = agree(self.host.agreement, f"shadow {shape}", result.reasons)
         self.results += (ShapeResult(result.shape, result.measurements, everyones),)
         if everyones:

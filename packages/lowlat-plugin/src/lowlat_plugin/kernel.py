@@ -14,7 +14,7 @@ import msgspec
 
 from lowlat_plugin.facts import EngineFacts
 from lowlat_plugin.reasons import Code, Reason, Refused
-from lowlat_plugin.spec import KernelSpec, Mode
+from lowlat_plugin.spec import KernelSpec, Mode, Numerics
 from lowlat_plugin.steps import Binding, KVLayout, Part, Selection, Shape, StepInputs
 
 if TYPE_CHECKING:
@@ -153,6 +153,10 @@ class Kernel:
         another rank that passes the deadline raises `DeadlineExceeded` on every rank.
         """
         raise NotImplementedError
+
+    def numerics(self) -> Numerics:
+        """What the shadow check holds the built kernels to: the spec's bounds, or others that follow from the model."""
+        return self.spec.numerics
 
     def greedy(self) -> Tensor | None:
         """Each row's greedy token in the last `forward`, int64 [R] or longer, where kernels choose it themselves.

@@ -28,7 +28,9 @@ CONFIG: dict[str, Any] = {
 
 
 def small_qwen3(seed: int = 0, device: str = "cuda") -> Case:
-    """Random weights of unit gain, bfloat16."""
+    """Random weights of unit gain, bfloat16. Raises RuntimeError where there is no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("these kernels are checked on a Hopper GPU, and PyTorch sees no GPU here")
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, scale: float, mean: float = 0.0) -> torch.Tensor:

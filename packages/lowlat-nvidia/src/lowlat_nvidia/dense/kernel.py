@@ -15,12 +15,14 @@ from lowlat_nvidia.dense.stamps import read_parts, stamped
 from lowlat_nvidia.dense.step import DenseStep, StepTensors
 from lowlat_plugin import (
     Binding,
+    Bound,
     BuildContext,
     Code,
     Kernel,
     KernelSpec,
     KVLayout,
     Mode,
+    Numerics,
     Part,
     Plan,
     Reason,
@@ -85,6 +87,16 @@ class DenseKernel(Kernel):
         assert self._step is not None, "bind follows build"
         self._step.bind([(layer.k_SHD, layer.v_SHD) for layer in binding.layers], binding.layout.page_size)
         self._stamped = None  # it knows the old pools
+
+    def numerics(self) -> Numerics:
+        """Roundings add up over the layers like a random walk: bounds grow with the root of their number."""
+        assert self._step is not None, "numerics follow build"
+        depth = self._step.plan.shape.layers**0.5
+        bounds = self.spec.numerics.bounds
+        return Numerics(
+            bounds={name: Bound(bound.metric, bound.limit * depth) for name, bound in bounds.items()},
+            tie_margin=self.spec.numerics.tie_margin,
+        )
 
     def forward(self, step: StepInputs) -> Tensor:
         assert self._step is not None, "forward follows build"
