@@ -161,7 +161,7 @@ struct SecondShared {
 };
 DEV void load_inner(const Params& p, int slot, int group, int lane, float (&x)[8]) {
   const float4* from = (const float4*)(p.inner + ((long long)slot * MAX_ROWS + lane / 4) * INNER + group * GROUP + lane % 4 * 8);
-  const float4 a = from[0], b = from[1];
+  const float4 a = __ldcg(from), b = __ldcg(from + 1);
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 // All threads: activations of the experts from `slot` on, as the matrix instructions take them.
@@ -255,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_sum(const Params p
   float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int k = 0; k < TOP; k++) {
-    const float w = p.weights[row * TOP + k];
-    const float4 y = ((const float4*)(p.parts + (long long)(row * TOP + k) * HIDDEN))[n];
+    const float w = __ldcg(p.weights + row * TOP + k);
+    const float4 y = __ldcg((const float4*)(p.parts + (long long)(row * TOP + k) * HIDDEN) + n);
     sum.x += w * y.x, sum.y += w * y.y, sum.z += w * y.z, sum.w += w * y.w;
   }
   ((float4*)p.out)[i] = sum;

@@ -52,7 +52,7 @@ DEV void choose_row(const Params& p, Choice& c, int row, int lane) {
   u32 key[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    const float x = p.logits[row * EXPERTS + i * 32 + lane];
+    const float x = __ldcg(p.logits + row * EXPERTS + i * 32 + lane);
     score[i] = sqrtf(x > 20.f ? x : log1pf(expf(x)));
     key[i] = order_key(score[i] + p.bias[i * 32 + lane]);
   }

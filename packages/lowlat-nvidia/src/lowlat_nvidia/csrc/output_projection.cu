@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const 
   __syncthreads();
   let_next_kernel_start();
   for (int i = blockIdx.x * CONSUME_THREADS + threadIdx.x; i < p.rows * HIDDEN / 2; i += gridDim.x * CONSUME_THREADS) {
-    const float2 pair = ((const float2*)p.partial)[i];
+    const float2 pair = __ldcg((const float2*)p.partial + i);
     publish_pair(p, epoch, i / (HIDDEN / 2), i % (HIDDEN / 2), pair.x, pair.y);
   }
 }
@@ -271,7 +271,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_T
   }
   float out[4] = {0, 0, 0, 0};
   if (p.summed) {
-    const float4 v = *(const float4*)(p.summed + (long long)row * HIDDEN + n);
+    const float4 v = __ldcg((const float4*)(p.summed + (long long)row * HIDDEN + n));
     out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
   } else {
     if (!take(p, epoch, row, n / 2, out)) give_up(p, 2);

@@ -1,0 +1,191 @@
+"""The attention region of a DeepSeek-V4.1 layer for at most 8 rows: four kernels that overlap.
+
+Projections to the query latent and the keys, norm and up-projection, attention over 128 window and 512 chosen entries
+in their native FP8 and FP4 layouts, grouped projection. One GPU's part of tensor parallelism: 16 heads, 2 groups.
+
+Suffixes: R rows, H hidden, L query latent (1280), N heads (16), D head dimension (512), O grouped outputs, W window
+(128), C chosen (512), P rotated pairs (32).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowlat_nvidia.jit import Function, compile_cubin
+
+MAX_ROWS, GROUP, DIM, HEADS, WINDOW, CHOSEN, PAIRS = 8, 32, 512, 16, 128, 512, 32
+THREADS, WARPS, BLOCKS_A_ROW = 256, 8, 8
+DEFAULT_SPIN_LIMIT = 4_000_000
+
+
+class ChainDeadlineError(RuntimeError):
+    """A copy of weights did not arrive in time. Results are void."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """Sizes of one GPU's part. Raises ValueError with the field that does not fit."""
+
+    hidden: int = 5120
+    latent: int = 1280
+    groups: int = 2
+    group_outputs: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.hidden % 256 or self.hidden > 6144:
+            raise ValueError(f"hidden {self.hidden}: a multiple of 256, at most 6144")
+        if self.latent % 64 or self.latent > 1536:
+            raise ValueError(f"latent {self.latent}: a multiple of 64, at most 1536")
+        if self.groups not in (1, 2, 4) or self.group_outputs % 32:
+            raise ValueError(f"{self.groups} groups of {self.group_outputs}: 1, 2 or 4, of a multiple of 32")
+
+    @property
+    def group_inputs(self) -> int:
+        """Inputs of a group."""
+        return HEADS // self.groups * DIM
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights: the floor of the region together with the entries."""
+        down = (self.latent + DIM) * self.hidden
+        return down + HEADS * DIM * self.latent + self.groups * self.group_outputs * self.group_inputs
+
+    def definitions(self) -> dict[str, int]:
+        """Macros of the kernels."""
+        return {
+            "HIDDEN": self.hidden, "QUERY_LATENT": self.latent, "GROUPS": self.groups,
+            "GROUP_OUTPUTS": self.group_outputs,
+        }  # fmt: skip
+
+    def product(self, inputs: int, split: int) -> int:
+        """Shared memory of a block of products."""
+        tiles = WARPS // split
+        return tiles * inputs * 16 + WARPS * MAX_ROWS * (64 + 4) + tiles * inputs // GROUP * 4 + 64
+
+
+class _Chain(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "x", "down", "down_scales", "up", "up_scales", "group", "group_scales", "query_norm", "key_norm",
+                "sinks", "angles", "window", "chosen", "window_entries", "chosen_entries", "latent", "query", "mixed",
+                "out", "error",
+            )
+        ),
+        ("window_page", ctypes.c_longlong),
+        ("chosen_page", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("window_entries_a_page", "chosen_entries_a_page", "rows")),
+        ("eps", ctypes.c_float),
+        ("spin_limit", ctypes.c_uint),
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class ChainWeights:
+    """As checkpoints hold them: float8_e4m3fn with a float32 scale for each block of 32 x 32; norms bfloat16.
+
+    Sinks are float32; wq_a [L, H], wkv [D, H], wq_b [N D, L], wo_a [groups * outputs, group inputs].
+    """
+
+    wq_a: Tensor
+    wq_a_scale: Tensor
+    wkv: Tensor
+    wkv_scale: Tensor
+    wq_b: Tensor
+    wq_b_scale: Tensor
+    wo_a: Tensor
+    wo_a_scale: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    sinks: Tensor
+
+
+@dataclass(slots=True)
+class ChainInputs:
+    """One step: x_RH bfloat16; angles_R2P float32 (cosine, sine); entries int32, -1 where there is none.
+
+    window, chosen uint8 [pages, bytes]: a page is all data rows (512 bytes of e4m3; 256 of e2m1, even values in the low
+    halves), then all scale rows (16 powers of two; 32 e4m3). The last row + 1 window entries of a row are those of this
+    step's rows, in order: their keys are written by `run`.
+    """
+
+    x_RH: Tensor
+    angles_R2P: Tensor
+    window: Tensor
+    chosen: Tensor
+    window_page_entries: int
+    chosen_page_entries: int
+    window_RW: Tensor
+    chosen_RC: Tensor
+
+
+def pack_product(weight_OK: Tensor) -> Tensor:
+    """FP8 weights as bytes in the order that lanes read: tiles of 16 outputs, groups of 32 inputs, lane (g, q) having 8
+    bytes of row g and 8 of row g + 8, each four in the order 2, 0, 3, 1."""
+    outputs, inputs = weight_OK.shape
+    parts = weight_OK.contiguous().view(torch.uint8).view(outputs // 16, 2, 8, inputs // 32, 4, 2, 4)[..., [2, 0, 3, 1]]
+    return parts.permute(0, 3, 2, 4, 1, 5, 6).contiguous().flatten()
+
+
+class AttentionChain:
+    """Weights packed on one GPU, and the buffers between the kernels."""
+
+    def __init__(self, plan: ChainPlan, weights: ChainWeights, eps: float = 1e-20) -> None:
+        self.plan, self.eps, self.spin_limit = plan, eps, DEFAULT_SPIN_LIMIT
+        cubin, self.log = compile_cubin("attention_chain.cu", plan.definitions())
+        self._down = Function(cubin, "down_project", plan.product(plan.hidden, 8))
+        self._up = Function(cubin, "up_project", plan.product(plan.latent, 2))
+        self._attend = Function(cubin, "attend", 76_800)
+        self._group = Function(cubin, "group_project", plan.product(plan.group_inputs, 8))
+        self._weights = [
+            pack_product(torch.cat((weights.wq_a.view(torch.uint8), weights.wkv.view(torch.uint8)))),
+            torch.cat((weights.wq_a_scale, weights.wkv_scale)).float().contiguous(),
+            pack_product(weights.wq_b), weights.wq_b_scale.float().contiguous(),
+            pack_product(weights.wo_a), weights.wo_a_scale.float().contiguous(),
+            weights.query_norm.contiguous(), weights.key_norm.contiguous(), weights.sinks.contiguous(),
+        ]  # fmt: skip
+        device = weights.wq_a.device
+        self.latent = torch.zeros(MAX_ROWS, plan.latent + DIM, device=device)
+        self.query_RND = torch.zeros(MAX_ROWS, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        self.mixed_RND = torch.zeros_like(self.query_RND)
+        self.out_RO = torch.zeros(MAX_ROWS, plan.groups * plan.group_outputs, dtype=torch.bfloat16, device=device)
+        self.error = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def run(self, inputs: ChainInputs, stream: int | None = None, *, early: bool = True) -> Tensor:
+        """Grouped outputs [R, O] bfloat16, a view that the next run overwrites; the step's keys lie in the window.
+
+        Without `early` every kernel starts when the one before it has ended. Capturable in graphs.
+        """
+        stream = stream or torch.cuda.current_stream().cuda_stream
+        plan, rows = self.plan, len(inputs.x_RH)
+        if not 1 <= rows <= MAX_ROWS or inputs.x_RH.shape[1] != plan.hidden or inputs.x_RH.dtype != torch.bfloat16:
+            raise ValueError(
+                f"rows {tuple(inputs.x_RH.shape)} {inputs.x_RH.dtype}: at most 8 of {plan.hidden} bfloat16"
+            )
+        parameters = _Chain(
+            inputs.x_RH.data_ptr(), *(tensor.data_ptr() for tensor in self._weights), inputs.angles_R2P.data_ptr(),
+            inputs.window.data_ptr(), inputs.chosen.data_ptr(), inputs.window_RW.data_ptr(),
+            inputs.chosen_RC.data_ptr(), self.latent.data_ptr(), self.query_RND.data_ptr(), self.mixed_RND.data_ptr(),
+            self.out_RO.data_ptr(), self.error.data_ptr(), inputs.window.stride(0), inputs.chosen.stride(0),
+            inputs.window_page_entries, inputs.chosen_page_entries, rows, self.eps, self.spin_limit,
+        )  # fmt: skip
+        blocks = (
+            (self._down, (plan.latent + DIM) // 16),
+            (self._up, HEADS * DIM // 64),
+            (self._attend, rows * BLOCKS_A_ROW),
+            (self._group, plan.groups * plan.group_outputs // 16),
+        )
+        for function, count in blocks:
+            function.launch_early(count, THREADS, parameters, stream, dependent=early)
+        return self.out_RO[:rows]
+
+    def check(self) -> None:
+        """Waits. Raises ChainDeadlineError where a copy never came."""
+        if int(self.error[0]):
+            self.error.zero_()
+            raise ChainDeadlineError("a copy of weights did not arrive; the step is void")
