@@ -30,7 +30,7 @@ def test_plans():
 
 def test_a_region_of_the_reference_attends_to_its_own_keys():
     torch.manual_seed(1)
-    plan = ChainPlan(hidden=256, latent=64, groups=2, group_outputs=32)
+    plan = ChainPlan(hidden=256, latent=256, groups=2, group_outputs=32)
     weights, inputs = reference.random_weights(plan, "cpu"), reference.random_inputs(plan, 3, "cpu")
     out, data, scales = reference.attention_region(weights, inputs, 2, 1e-20)
     assert out.shape == (3, 64)

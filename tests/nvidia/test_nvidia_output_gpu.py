@@ -46,11 +46,12 @@ class Ranks:
             OutputProjection.explain(int(error))
 
 
-@pytest.fixture(scope="module", params=[(1, 2048), (2, 1024), (4, 2048)], ids=str)
+@pytest.fixture(scope="module", params=[(1, 2048, 132), (2, 1024, 66), (4, 512, 33)], ids=str)
 def ranks(request):
+    """On one GPU the blocks of two steps of all ranks must fit together: what waits must not keep out what it waits for."""
     torch.manual_seed(0)
-    count, inputs = request.param
-    return Ranks(OutputPlan(inputs=inputs, ranks=count))
+    count, inputs, blocks = request.param
+    return Ranks(OutputPlan(inputs=inputs, ranks=count, blocks=blocks))
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -108,7 +109,7 @@ def test_ten_thousand_replays_of_one_rank_repeat_bit_for_bit():
 
 
 def test_a_rank_that_never_publishes_ends_in_one_error_everywhere():
-    ranks = Ranks(OutputPlan(ranks=2, inputs=1024))
+    ranks = Ranks(OutputPlan(ranks=2, inputs=1024, blocks=66))
     residual = make_residual(ranks.plan, 2, "cuda")
     inputs = [torch.randn(2, 1024, device="cuda").bfloat16() for _ in range(2)]
     ranks.ranks[0].spin_limit = 3000

@@ -53,12 +53,14 @@ template <int INPUTS, int SPLIT>
 struct Product {
   static constexpr int TILES = WARPS / SPLIT, EACH = INPUTS / GROUP / SPLIT;  // tiles of a block, groups of a warp
   static constexpr int BYTES = TILES * INPUTS * 16;
-  static_assert(INPUTS % (GROUP * SPLIT) == 0, "groups");
+  static_assert(INPUTS % (GROUP * WARPS) == 0, "groups");
   struct Shared {
     alignas(16) float parts[WARPS][16 * MAX_ROWS];
     alignas(16) float units[WARPS][MAX_ROWS];
     float scales[TILES][INPUTS / GROUP];
+    u32 powers[WARPS][MAX_ROWS];
     u64 barrier;
+    alignas(16) uint4 rows[TILES == 1 ? 1 : INPUTS / GROUP][32];
   };
 
   // Starts the copy of this block's weights and scales; call before anything is waited for.
@@ -85,21 +87,26 @@ struct Product {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, tile = warp / SPLIT, part = warp % SPLIT;
     const int g = lane / 4, q = lane % 4;
     uint4 x[EACH];
-    float unit = 0, scale[EACH];
+    if constexpr (TILES == 1) {  // every warp has inputs of its own
+      const u32 unit = quantise_share<EACH>(x, [&](int i, float(&v)[8]) { load(g, (part * EACH + i) * GROUP + q * 8, v); });
+      if (q == 0) s.units[warp][g] = power_value(unit);
+    } else {  // each quantises an eighth, and takes the others' from shared memory
+      constexpr int SHARE = INPUTS / GROUP / WARPS;
+      uint4 mine[SHARE];
+      const u32 unit =
+          quantise_share<SHARE>(mine, [&](int i, float(&v)[8]) { load(g, (warp * SHARE + i) * GROUP + q * 8, v); });
+      if (q == 0) s.powers[warp][g] = unit;
+      __syncthreads();
+      u32 most = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      float v[8];
-      load(g, (part * EACH + i) * GROUP + q * 8, v);
-      scale[i] = group_scale(group_largest(v));
-      unit = fmaxf(unit, scale[i]);
-    }
+      for (int w = 0; w < WARPS; w++) most = max(most, s.powers[w][g]);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      float v[8];
-      load(g, (part * EACH + i) * GROUP + q * 8, v);
-      x[i] = quantised_half(v, scale[i], unit);
+      for (int i = 0; i < SHARE; i++) s.rows[warp * SHARE + i][lane] = in_units(mine[i], unit, most);
+      if (q == 0) s.units[warp][g] = power_value(most);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < EACH; i++) x[i] = s.rows[part * EACH + i][lane];
     }
-    if (q == 0) s.units[warp][g] = unit;
     __syncwarp();
     u32 polls = 0;
     while (!barrier_done(shared_address(&s.barrier), 0))
@@ -138,10 +145,6 @@ struct Product {
     }
   }
 };
-DEV void unpack(uint4 w, float (&v)[8]) {
-  v[0] = bf_low(w.x), v[1] = bf_high(w.x), v[2] = bf_low(w.y), v[3] = bf_high(w.y);
-  v[4] = bf_low(w.z), v[5] = bf_high(w.z), v[6] = bf_low(w.w), v[7] = bf_high(w.w);
-}
 using Down = Product<HIDDEN, DOWN_SPLIT>;
 extern "C" __global__ void __launch_bounds__(THREADS) down_project(const Chain p) {
   extern __shared__ __align__(128) u8 memory[];
@@ -150,23 +153,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) down_project(const Chain p
   Down::start(memory, s, p.down, p.down_scales);
   wait_for_earlier_kernel();
   auto load = [&](int row, int k, float(&v)[8]) {
-    unpack(row < p.rows ? __ldcg((const uint4*)(p.x + ((long long)row * HIDDEN + k) * 2)) : make_uint4(0, 0, 0, 0), v);
+    unpack_bf16(row < p.rows ? __ldcg((const uint4*)(p.x + ((long long)row * HIDDEN + k) * 2)) : make_uint4(0, 0, 0, 0), v);
   };
   Down::run(memory, s, p.spin_limit, p.error, load,
             [&](int tile, int n, int row, float x) { p.latent[row * LATENT + tile * 16 + n] = bf_round(x); });
 }
 
 using Up = Product<QUERY_LATENT, UP_SPLIT>;
-// A warp: 1 / rms of a row's part of the latent.
-DEV float inverse_rms(const float* x, int count, int lane, float eps) {
+// A warp: 1 / rms of COUNT values of a row's latent.
+template <int COUNT>
+DEV float inverse_rms(const float* x, int lane, float eps) {
   float square = 0;
-  for (int i = lane; i < count; i += 32) {
-    const float v = __ldcg(x + i);
-    square += v * v;
-  }
+  float4 v[COUNT / 128];
+#pragma unroll
+  for (int i = 0; i < COUNT / 128; i++) v[i] = __ldcg((const float4*)x + i * 32 + lane);
+#pragma unroll
+  for (int i = 0; i < COUNT / 128; i++) square += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
 #pragma unroll
   for (int o = 16; o; o /= 2) square += __shfl_xor_sync(~0u, square, o);
-  return rsqrtf(square / count + eps);
+  return rsqrtf(square / COUNT + eps);
 }
 DEV u8* window_data(const Chain& p, int entry) {
   return p.window + entry / p.window_entries_a_page * p.window_page + entry % p.window_entries_a_page * (long long)DIM;
@@ -175,13 +180,13 @@ DEV u8* window_scales(const Chain& p, int entry) {
   return p.window + entry / p.window_entries_a_page * p.window_page + (long long)p.window_entries_a_page * DIM +
          entry % p.window_entries_a_page * (DIM / 32);
 }
-// A warp: the key of a row, normed, rotated, as FP8 with a scale for 32 values, into its entry.
-DEV void write_key(const Chain& p, int row, int lane) {
+// A block: the key of a row, normed, rotated, as FP8 with a scale for 32 values, into its entry; two groups a warp.
+DEV void write_key(const Chain& p, int row, int warp, int lane) {
   const float* x = p.latent + row * LATENT + QUERY_LATENT;
-  const float factor = inverse_rms(x, DIM, lane, p.eps);
+  const float factor = inverse_rms<DIM>(x, lane, p.eps);
   const int entry = p.window_entries[row * WINDOW + WINDOW - 1];
-#pragma unroll 1
-  for (int group = 0; group < DIM / 32; group++) {
+#pragma unroll
+  for (int group = warp; group < DIM / 32; group += WARPS) {
     const int i = group * 32 + lane;
     float v = bf_round(__ldcg(x + i) * factor * __uint_as_float((u32)((const unsigned short*)p.key_norm)[i] << 16));
     const float other = __shfl_xor_sync(~0u, v, 1);
@@ -207,13 +212,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) up_project(const Chain 
   let_next_kernel_start();
   Up::start(memory, s, p.up, p.up_scales);
   wait_for_earlier_kernel();
-  const float factor = inverse_rms(p.latent + warp * LATENT, QUERY_LATENT, lane, p.eps);
+  const float factor = inverse_rms<QUERY_LATENT>(p.latent + warp * LATENT, lane, p.eps);
   if (lane == 0) factors[warp] = factor;
-  if (blockIdx.x < p.rows && warp == 0) write_key(p, blockIdx.x, lane);
+  if (blockIdx.x < p.rows) write_key(p, blockIdx.x, warp, lane);
   __syncthreads();
   auto load = [&](int row, int k, float(&v)[8]) {
     float norm[8];
-    unpack(*(const uint4*)(p.query_norm + k * 2), norm);
+    unpack_bf16(*(const uint4*)(p.query_norm + k * 2), norm);
     const float4 a = __ldcg((const float4*)(p.latent + row * LATENT + k));
     const float4 b = __ldcg((const float4*)(p.latent + row * LATENT + k + 4));
     const float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
@@ -498,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_project(const Chain 
   const int group = blockIdx.x * Grouped::TILES * 16 / GROUP_OUTPUTS;
   auto load = [&](int row, int k, float(&v)[8]) {
     const long long place = ((long long)row * HEADS * DIM + group * GROUP_INPUTS + k) * 2;
-    unpack(row < p.rows ? __ldcg((const uint4*)(p.mixed + place)) : make_uint4(0, 0, 0, 0), v);
+    unpack_bf16(row < p.rows ? __ldcg((const uint4*)(p.mixed + place)) : make_uint4(0, 0, 0, 0), v);
   };
   Grouped::run(memory, s, p.spin_limit, p.error, load, [&](int tile, int n, int row, float x) {
     const float next = __shfl_down_sync(~0u, x, 1);

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const
 struct FirstShared {
   alignas(16) uint4 rows[HIDDEN / GROUP][32];
   float parts[TEAMS][2][TEAM][16 * MAX_ROWS];
-  float scales[HIDDEN / GROUP][MAX_ROWS];
+  u32 most[WARPS][MAX_ROWS];
   float units[MAX_ROWS];
   Choice choice;
   u64 barriers[WARPS][FIRST_DEPTH];
@@ -67,34 +67,30 @@ DEV void init_barriers(u64* barriers, int count) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 }
-DEV void load_hidden(const Params& p, int group, int lane, float (&x)[8]) {
-  const int row = lane / 4;
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (row < p.rows) v = *(const uint4*)(p.hidden + ((long long)row * HIDDEN + group * GROUP + lane % 4 * 8) * 2);
-  x[0] = bf_low(v.x), x[1] = bf_high(v.x), x[2] = bf_low(v.y), x[3] = bf_high(v.y);
-  x[4] = bf_low(v.z), x[5] = bf_high(v.z), x[6] = bf_low(v.w), x[7] = bf_high(v.w);
-}
-// All threads: the rows into shared memory as the matrix instructions take them.
-DEV void quantise_hidden(const Params& p, FirstShared& s) {
+// All threads: groups of rows that load(group, x) gives, into shared memory as the matrix instructions take them.
+template <int GROUPS, class Load>
+DEV void quantise_rows(uint4 (*rows)[32], u32 (*most)[MAX_ROWS], float* units, Load load) {
+  constexpr int EACH = (GROUPS + WARPS - 1) / WARPS;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  float x[8];
-  for (int group = warp; group < HIDDEN / GROUP; group += WARPS) {
-    load_hidden(p, group, lane, x);
-    const float scale = group_scale(group_largest(x));
-    if (lane % 4 == 0) s.scales[group][lane / 4] = scale;
-  }
+  uint4 x[EACH];
+  u32 powers[EACH], unit = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+    if (warp + i * WARPS < GROUPS) {
+      float v[8];
+      load(warp + i * WARPS, v);
+      powers[i] = group_power(group_largest(v));
+      x[i] = rounded_half(v, powers[i]);
+      unit = max(unit, powers[i]);
+    }
+  if (lane % 4 == 0) most[warp][lane / 4] = unit;
   __syncthreads();
-  if (warp < MAX_ROWS) {
-    float largest = 0;
-    for (int group = lane; group < HIDDEN / GROUP; group += 32) largest = fmaxf(largest, s.scales[group][warp]);
-    largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
-    if (lane == 0) s.units[warp] = largest;
-  }
-  __syncthreads();
-  for (int group = warp; group < HIDDEN / GROUP; group += WARPS) {
-    load_hidden(p, group, lane, x);
-    s.rows[group][lane] = quantised_half(x, s.scales[group][lane / 4], s.units[lane / 4]);
-  }
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) unit = max(unit, most[w][lane / 4]);
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+    if (warp + i * WARPS < GROUPS) rows[warp + i * WARPS][lane] = in_units(x[i], powers[i], unit);
+  if (warp == 0 && lane % 4 == 0) units[lane / 4] = power_value(unit);
   __syncthreads();
 }
 // Sums a tile over the warps of a team, applies the activation: 8 rows x 8 values by 64 threads.
@@ -114,7 +110,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_first(const Par
   FirstShared& s = *(FirstShared*)memory;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, team = warp / TEAM, part = warp % TEAM;
   init_barriers(&s.barriers[0][0], WARPS * FIRST_DEPTH);
-  quantise_hidden(p, s);  // the router was let go only when the rows were there
+  quantise_rows<HIDDEN / GROUP>(s.rows, s.most, s.units, [&](int group, float(&x)[8]) {  // the router saw the rows, too
+    const int row = lane / 4;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (row < p.rows) v = *(const uint4*)(p.hidden + ((long long)row * HIDDEN + group * GROUP + lane % 4 * 8) * 2);
+    unpack_bf16(v, x);
+  });
   wait_for_earlier_kernel();
   choose(p, s.choice);
   let_next_kernel_start();
@@ -154,40 +155,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_first(const Par
 // Outputs of a block come from at most two experts.
 struct SecondShared {
   alignas(16) uint4 rows[2][SECOND_PAIRS * 2][32];
-  float scales[2][SECOND_PAIRS * 2][MAX_ROWS];
+  u32 most[WARPS][MAX_ROWS];
   float units[2][MAX_ROWS];
   Choice choice;
   u64 barriers[WARPS][SECOND_DEPTH];
 };
-DEV void load_inner(const Params& p, int slot, int group, int lane, float (&x)[8]) {
-  const float4* from = (const float4*)(p.inner + ((long long)slot * MAX_ROWS + lane / 4) * INNER + group * GROUP + lane % 4 * 8);
-  const float4 a = __ldcg(from), b = __ldcg(from + 1);
-  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
-// All threads: activations of the experts from `slot` on, as the matrix instructions take them.
-DEV void quantise_inner(const Params& p, SecondShared& s, int slot, int slots) {
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  constexpr int GROUPS = SECOND_PAIRS * 2;
-  float x[8];
-  for (int i = warp; i < slots * GROUPS; i += WARPS) {
-    load_inner(p, slot + i / GROUPS, i % GROUPS, lane, x);
-    const float scale = group_scale(group_largest(x));
-    if (lane % 4 == 0) s.scales[i / GROUPS][i % GROUPS][lane / 4] = scale;
-  }
-  __syncthreads();
-  if (thread < slots * MAX_ROWS) {
-    float largest = 0;
-    for (int group = 0; group < GROUPS; group++) largest = fmaxf(largest, s.scales[thread / MAX_ROWS][group][thread % MAX_ROWS]);
-    s.units[thread / MAX_ROWS][thread % MAX_ROWS] = largest;
-  }
-  __syncthreads();
-  for (int i = warp; i < slots * GROUPS; i += WARPS) {
-    load_inner(p, slot + i / GROUPS, i % GROUPS, lane, x);
-    s.rows[i / GROUPS][i % GROUPS][lane] =
-        quantised_half(x, s.scales[i / GROUPS][i % GROUPS][lane / 4], s.units[i / GROUPS][lane / 4]);
-  }
-  __syncthreads();
-}
 // Where the outputs of an expert go for rows 2q and 2q + 1: row * TOP + place among the row's experts, or -1.
 DEV void find_places(const Params& p, const Choice& c, int expert, int lane, int (&place)[2]) {
 #pragma unroll
@@ -221,7 +193,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_second(const Pa
   wait_for_earlier_kernel();
   let_next_kernel_start();
   const int first_slot = block_begin / SECOND_TILES;
-  if (block_begin < block_end) quantise_inner(p, s, first_slot, (block_end - 1) / SECOND_TILES - first_slot + 1);
+  const int slots = block_begin < block_end ? (block_end - 1) / SECOND_TILES - first_slot + 1 : 0;
+  for (int i = 0; i < slots; i++)
+    quantise_rows<SECOND_PAIRS * 2>(s.rows[i], s.most, s.units[i], [&](int group, float(&x)[8]) {
+      const long long row = (long long)(first_slot + i) * MAX_ROWS + lane / 4;
+      const float4* from = (const float4*)(p.inner + row * INNER + group * GROUP + lane % 4 * 8);
+      const float4 a = __ldcg(from), b = __ldcg(from + 1);
+      x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+    });
   int slot = -1, goes[2] = {-1, -1};
 #pragma unroll 1
   for (int item = begin; item < end; item++) {

@@ -187,25 +187,30 @@ DEV u32 load_shared_word(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-// One chunk: its weights are loaded, its page is given back, then they are multiplied by the rows at `rows`, 512 bytes a
-// group.
+// One chunk: its weights are loaded, its page is given back, then the last of them are multiplied by the rows at `rows`,
+// 512 bytes a group. Two or three pairs at a time, as registers allow.
 template <int CHUNK_PAIRS, class AnyRing, class Place>
 DEV void multiply_chunk(float (&sum)[4], AnyRing& ring, u32 rows, int lane, u32 zero, Place place) {
+  constexpr int BATCH = CHUNK_PAIRS % 3 ? 2 : 3;
   const u32 page = ring.address(), scales = page + CHUNK_PAIRS * PAIR_BYTES + lane / 4 * 4;
-  uint4 w[CHUNK_PAIRS], x[CHUNK_PAIRS * 2];
-  u32 s[CHUNK_PAIRS];
 #pragma unroll
-  for (int i = 0; i < CHUNK_PAIRS; i++) {
-    x[2 * i] = load_shared(rows + 2 * i * 512 + lane * 16);
-    x[2 * i + 1] = load_shared(rows + (2 * i + 1) * 512 + lane * 16);
-    s[i] = load_shared_word(scales + i * PAIR_SCALES);
-  }
+  for (int from = 0; from < CHUNK_PAIRS; from += BATCH) {
+    uint4 w[BATCH], x[BATCH * 2];
+    u32 s[BATCH];
 #pragma unroll
-  for (int i = 0; i < CHUNK_PAIRS; i++) w[i] = load_shared(page + i * PAIR_BYTES + lane * 16);
-  ring.release(lane, w[CHUNK_PAIRS - 1].w & zero, place);
+    for (int i = 0; i < BATCH; i++)
+      if (from + i < CHUNK_PAIRS) {
+        x[2 * i] = load_shared(rows + 2 * (from + i) * 512 + lane * 16);
+        x[2 * i + 1] = load_shared(rows + (2 * (from + i) + 1) * 512 + lane * 16);
+        s[i] = load_shared_word(scales + (from + i) * PAIR_SCALES);
+        w[i] = load_shared(page + (from + i) * PAIR_BYTES + lane * 16);
+      }
+    if (from + BATCH >= CHUNK_PAIRS) ring.release(lane, w[CHUNK_PAIRS - 1 - from].w & zero, place);
 #pragma unroll
-  for (int i = 0; i < CHUNK_PAIRS; i++) {
-    add_group(sum, make_uint2(w[i].x, w[i].y), s[i] & 255, s[i] >> 8 & 255, x[2 * i]);
-    add_group(sum, make_uint2(w[i].z, w[i].w), s[i] >> 16 & 255, s[i] >> 24, x[2 * i + 1]);
+    for (int i = 0; i < BATCH; i++)
+      if (from + i < CHUNK_PAIRS) {
+        add_group(sum, make_uint2(w[i].x, w[i].y), s[i] & 255, s[i] >> 8 & 255, x[2 * i]);
+        add_group(sum, make_uint2(w[i].z, w[i].w), s[i] >> 16 & 255, s[i] >> 24, x[2 * i + 1]);
+      }
   }
 }

@@ -83,34 +83,6 @@ DEV void add_group(float (&sum)[2], u32 w0, u32 w1, float scale, uint4 x) {
   sum[1] += d[1] * scale;
 }
 
-// This warp's share of the rows: row g, inputs 8q .. 8q + 7 of each group, in units of the share's largest scale.
-DEV void quantise_input(const Output& p, int warp, int lane, uint4 (&x)[PROJECT_PAIRS * 2], float* units) {
-  const int g = lane / 4, q = lane % 4;
-  float scales[PROJECT_PAIRS * 2], unit = 0;
-  auto load = [&](int i, float(&v)[8]) {
-    uint4 w = make_uint4(0, 0, 0, 0);
-    if (g < p.rows)
-      w = *(const uint4*)(p.input + ((long long)g * INPUTS + (warp * PROJECT_PAIRS * 2 + i) * GROUP + q * 8) * 2);
-    v[0] = bf_low(w.x), v[1] = bf_high(w.x), v[2] = bf_low(w.y), v[3] = bf_high(w.y);
-    v[4] = bf_low(w.z), v[5] = bf_high(w.z), v[6] = bf_low(w.w), v[7] = bf_high(w.w);
-  };
-#pragma unroll
-  for (int i = 0; i < PROJECT_PAIRS * 2; i++) {
-    float v[8];
-    load(i, v);
-    scales[i] = group_scale(group_largest(v));
-    unit = fmaxf(unit, scales[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < PROJECT_PAIRS * 2; i++) {
-    float v[8];
-    load(i, v);
-    x[i] = quantised_half(v, scales[i], unit);
-  }
-  if (q == 0) units[g] = unit;
-  __syncwarp();
-}
-
 struct ProjectShared {
   alignas(16) float parts[2][WARPS][TILE_OUTPUTS * MAX_ROWS];
   float units[WARPS][MAX_ROWS];
@@ -143,7 +115,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
   if (thread == 0) s.epoch = ++p.epochs[blockIdx.x];
   let_next_kernel_start();
   uint4 x[PROJECT_PAIRS * 2];
-  quantise_input(p, warp, lane, x, s.units[warp]);
+  const u32 unit = quantise_share<PROJECT_PAIRS * 2>(x, [&](int i, float(&v)[8]) {
+    uint4 w = make_uint4(0, 0, 0, 0);
+    const long long place = (long long)(lane / 4) * INPUTS + (warp * PROJECT_PAIRS * 2 + i) * GROUP + lane % 4 * 8;
+    if (lane / 4 < p.rows) w = __ldcg((const uint4*)(p.input + place * 2));
+    unpack_bf16(w, v);
+  });
+  if (lane % 4 == 0) s.units[warp][lane / 4] = power_value(unit);
+  __syncwarp();
   const float2 units = *(const float2*)&s.units[warp][lane % 4 * 2];
   __syncthreads();
 #pragma unroll 1

@@ -16,13 +16,13 @@ DEV void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The scale of a group by its largest magnitude: a power of two, so that the group fits e4m3.
-DEV float group_scale(float largest) {
-  const u32 bits = __float_as_uint(__fdiv_rn(fmaxf(largest, 1e-10f), 448.f));
-  return __uint_as_float((bits + 0x7fffffu) & 0x7f800000u);
+// The scale of a group by its largest magnitude: the power of two (its exponent field, biased by 127) that makes the group
+// fit e4m3, 2^ceil(log2(largest / 448)), the largest being at least 1e-10.
+DEV u32 group_power(float largest) {
+  const u32 bits = __float_as_uint(fmaxf(largest, 1e-10f));
+  return (bits >> 23) - 8 + ((bits & 0x7fffff) > 0x600000);  // 448 is 1.75 x 2^8
 }
-// Rows as the matrix instructions take them: quantised to FP8 by groups of 32 inputs, then float16 in units of the row's
-// largest scale. Exact while a group's scale is at least 2^-15 of that; what is smaller is rounded by less than 2^-24 of it.
+DEV float power_value(u32 power) { return __uint_as_float(power << 23); }
 DEV float group_largest(const float (&x)[8]) {  // of the four lanes that share row and group
   float largest = 0;
 #pragma unroll
@@ -30,24 +30,49 @@ DEV float group_largest(const float (&x)[8]) {  // of the four lanes that share 
   largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
   return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
 }
-DEV u32 half_pair(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-// Rounds to e4m3 in units of `scale`, and gives the result in units of `unit`.
-DEV uint4 quantised_half(const float (&x)[8], float scale, float unit) {
-  const float inverse = 1.f / scale, factor = scale / unit;  // exact: powers of two
+// Rows as the matrix instructions take them: rounded to e4m3 in units of the group's scale, as float16 (exact). `in_units`
+// then brings groups to the row's largest scale: exact while a group's scale is at least 2^-15 of that; what is smaller is
+// rounded by less than 2^-24 of it.
+DEV uint4 rounded_half(const float (&x)[8], u32 power) {
+  const float inverse = __uint_as_float((254 - power) << 23);
   u32 out[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     unsigned short fp8;
-    u32 half;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(fp8) : "f"(x[2 * i + 1] * inverse), "f"(x[2 * i] * inverse));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half) : "h"(fp8));
-    float low, high;
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(half));
-    out[i] = half_pair(low * factor, high * factor);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out[i]) : "h"(fp8));
   }
   return make_uint4(out[0], out[1], out[2], out[3]);
+}
+DEV u32 multiply_halves(u32 a, u32 b) {
+  u32 c;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+DEV uint4 in_units(uint4 x, u32 power, u32 unit) {
+  const u32 down = unit - power;
+  const u32 half = down < 15 ? (15 - down) << 10 : down < 25 ? 1u << (24 - down) : 0u, factor = half << 16 | half;
+  return make_uint4(multiply_halves(x.x, factor), multiply_halves(x.y, factor), multiply_halves(x.z, factor),
+                    multiply_halves(x.w, factor));
+}
+DEV void unpack_bf16(uint4 w, float (&x)[8]) {
+  x[0] = bf_low(w.x), x[1] = bf_high(w.x), x[2] = bf_low(w.y), x[3] = bf_high(w.y);
+  x[4] = bf_low(w.z), x[5] = bf_high(w.z), x[6] = bf_low(w.w), x[7] = bf_high(w.w);
+}
+// A warp's share of all rows: lane (g, q) holds inputs 8q .. 8q + 7 of row g of each of COUNT groups, which
+// load(i, x) gives. Returns the power of the share's unit for row g.
+template <int COUNT, class Load>
+DEV u32 quantise_share(uint4 (&x)[COUNT], Load load) {
+  u32 powers[COUNT], unit = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    float v[8];
+    load(i, v);
+    powers[i] = group_power(group_largest(v));
+    x[i] = rounded_half(v, powers[i]);
+    unit = max(unit, powers[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) x[i] = in_units(x[i], powers[i], unit);
+  return unit;
 }

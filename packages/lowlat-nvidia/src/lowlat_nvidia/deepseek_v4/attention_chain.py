@@ -38,8 +38,8 @@ class ChainPlan:
     def __post_init__(self) -> None:
         if self.hidden % 256 or self.hidden > 6144:
             raise ValueError(f"hidden {self.hidden}: a multiple of 256, at most 6144")
-        if self.latent % 64 or self.latent > 1536:
-            raise ValueError(f"latent {self.latent}: a multiple of 64, at most 1536")
+        if self.latent % 256 or self.latent > 1536:
+            raise ValueError(f"latent {self.latent}: a multiple of 256, at most 1536")
         if self.groups not in (1, 2, 4) or self.group_outputs % 32:
             raise ValueError(f"{self.groups} groups of {self.group_outputs}: 1, 2 or 4, of a multiple of 32")
 
@@ -64,7 +64,8 @@ class ChainPlan:
     def product(self, inputs: int, split: int) -> int:
         """Shared memory of a block of products."""
         tiles = WARPS // split
-        return tiles * inputs * 16 + WARPS * MAX_ROWS * (64 + 4) + tiles * inputs // GROUP * 4 + 64
+        rows = 0 if tiles == 1 else inputs * 16
+        return tiles * inputs * 16 + WARPS * MAX_ROWS * (64 + 8) + tiles * inputs // GROUP * 4 + rows + 1024
 
 
 class _Chain(ctypes.Structure):

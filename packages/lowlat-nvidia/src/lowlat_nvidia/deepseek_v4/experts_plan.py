@@ -20,10 +20,6 @@ class ExpertsPlanError(ValueError):
     """A mixture that the kernels do not take; the text names every reason."""
 
 
-def _chunk(pairs: int) -> int:
-    return max(size for size in range(1, 4) if pairs % size == 0)
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
     """`experts` of `hidden` x `inner` (this rank's columns), of which a row takes the `top` best."""
@@ -68,8 +64,14 @@ class ExpertsPlan:
         """Packed bytes of one expert's down."""
         return self.hidden // 16 * self.second_pairs * PAIR_BYTES
 
-    def _depth(self, chunk: int, fixed: int) -> int:
-        return min(16, (BLOCK_SHARED_BYTES - fixed - 128) // (WARPS * (chunk * PAIR_BYTES + 8)))
+    def _chunk(self, pairs: int, fixed: int) -> tuple[int, int]:
+        """Pairs of a chunk, and how many chunks a warp's ring holds.
+
+        A copy costs the multiprocessor about 90 cycles whatever its size: the largest chunk of which two fit is best.
+        """
+        room = (BLOCK_SHARED_BYTES - fixed - 256) // WARPS
+        chunk = max(size for size in range(1, pairs + 1) if pairs % size == 0 and 2 * (size * PAIR_BYTES + 8) <= room)
+        return chunk, min(8, room // (chunk * PAIR_BYTES + 8))
 
     def _ring(self, fixed: int, depth: int) -> int:
         return -(-(fixed + WARPS * depth * 8) // 128) * 128  # where the ring begins, behind all the rest
@@ -79,15 +81,14 @@ class ExpertsPlan:
 
     def _fixed_bytes(self) -> tuple[int, int]:
         """Shared memory beside rings and barriers: rows as float16, scales, partial sums, the choice."""
-        row = 2 * MAX_ROWS + MAX_ROWS * 4 // GROUP
-        first = row * self.hidden + WARPS // TEAM * 2 * TEAM * 16 * MAX_ROWS * 4 + self._choice_bytes() + 64
-        return first, 2 * row * self.inner + self._choice_bytes() + 128
+        row, rest = 2 * MAX_ROWS, self._choice_bytes() + WARPS * MAX_ROWS * 4 + 128
+        return row * self.hidden + WARPS * 2 * 16 * MAX_ROWS * 4 + rest, 2 * row * self.inner + rest
 
     def definitions(self) -> dict[str, int]:
         """Macros of the kernels."""
-        first, second = _chunk(self.first_pairs), _chunk(self.second_pairs)
         fixed = self._fixed_bytes()
-        depths = self._depth(first, fixed[0]), self._depth(second, fixed[1])
+        first, first_depth = self._chunk(self.first_pairs, fixed[0])
+        second, second_depth = self._chunk(self.second_pairs, fixed[1])
         return {
             "HIDDEN": self.hidden,
             "INNER": self.inner,
@@ -95,11 +96,11 @@ class ExpertsPlan:
             "TOP": self.top,
             "LIMIT": self.limit,
             "FIRST_CHUNK": first,
-            "FIRST_DEPTH": depths[0],
-            "FIRST_RING": self._ring(fixed[0], depths[0]),
+            "FIRST_DEPTH": first_depth,
+            "FIRST_RING": self._ring(fixed[0], first_depth),
             "SECOND_CHUNK": second,
-            "SECOND_DEPTH": depths[1],
-            "SECOND_RING": self._ring(fixed[1], depths[1]),
+            "SECOND_DEPTH": second_depth,
+            "SECOND_RING": self._ring(fixed[1], second_depth),
         }
 
     def shared_bytes(self) -> tuple[int, int]:
