@@ -5,8 +5,8 @@
 takes about 40 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
 whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
 PyTorch's top-k, sort and counts between them. `products` are first and second products alone, for the read ceiling.
-Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of four
-windows, divided by four.
+Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of eight
+windows, divided by eight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lowlat_nvidia.deepseek_v4 import experts_reference as reference
 from lowlat_nvidia.deepseek_v4.experts import RoutedExperts
 from lowlat_nvidia.deepseek_v4.experts_plan import MAX_ROWS, ExpertsPlan
 
-SETS = 4
+SETS, PASSES = 4, 2
 
 
 class Twin:
@@ -133,9 +133,12 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
     }
     found = []
     for name, (size, arms) in windows.items():
-        graphs = {arm: captured(runs) for arm, runs in arms.items()}
+        graphs = {arm: captured(runs * PASSES) for arm, runs in arms.items()}
         measured = alternate(
-            {arm: (lambda g=graph: [t / SETS for t in time_cuda(g.replay, 20)]) for arm, graph in graphs.items()},
+            {
+                arm: (lambda g=graph: [t / (SETS * PASSES) for t in time_cuda(g.replay, 20)])
+                for arm, graph in graphs.items()
+            },
             rounds,
         )
         for arm in measured.rounds:

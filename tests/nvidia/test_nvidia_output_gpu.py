@@ -48,7 +48,7 @@ class Ranks:
 
 @pytest.fixture(scope="module", params=[(1, 2048, 132), (2, 1024, 66), (4, 512, 33)], ids=str)
 def ranks(request):
-    """On one GPU the blocks of two steps of all ranks must fit together: what waits must not keep out what it waits for."""
+    """On one GPU the blocks of two steps of all ranks must fit together, or what waits keeps out what it waits for."""
     torch.manual_seed(0)
     count, inputs, blocks = request.param
     return Ranks(OutputPlan(inputs=inputs, ranks=count, blocks=blocks))
