@@ -82,6 +82,18 @@ def test_products_of_few_rows(outputs, width, activation, bias, dtype):
         close(product(x, weight, bias_O, early_start=early)[0], wide(x.double()), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner", "kind", "biases"),
+    [(1, 2048, 768, "silu", False), (16, 1024, 3000, "gelu_pytorch_tanh", False), (3, 2880, 2880, "clamped", True)],
+)
+def test_experts_are_found_on_the_device(rows, hidden, inner, kind, biases, dtype):
+    from expert_cases import check_experts
+
+    options = {"biases": biases, "dtype": dtype, "device": "cuda", "early_start": True}
+    check_experts(rows, hidden, inner, kind, tolerance=TOLERANCE[dtype] * 2, **options)
+
+
 def test_decode_steps_begin_and_end():
     from step_cases import check_begin, check_greedy
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from expert_cases import check_experts
 from kernel_cases import PagedCase, by_hand
 from step_cases import check_begin, check_greedy
 
@@ -95,6 +96,14 @@ def test_decodes_begin(slots, window):
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 131), (6, 2500)])
 def test_most_likely_tokens(rows, vocabulary):
     check_greedy(rows, vocabulary, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner", "kind", "biases"),
+    [(1, 24, 40, "silu", False), (3, 40, 17, "gelu_pytorch_tanh", False), (2, 24, 24, "clamped", True)],
+)
+def test_experts(rows, hidden, inner, kind, biases):
+    check_experts(rows, hidden, inner, kind, biases=biases, dtype=torch.float32, device="cpu", tolerance=2e-5)
 
 
 @pytest.mark.parametrize("norms", [False, True])

@@ -16,7 +16,17 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from lowlat.bench import read_kernel  # noqa: E402
-from lowlat.layers.triton import activation, attention, drawing, norm, product, rope_write, slots, verify  # noqa: E402
+from lowlat.layers.triton import (  # noqa: E402
+    activation,
+    attention,
+    drawing,
+    experts,
+    norm,
+    product,
+    rope_write,
+    slots,
+    verify,
+)
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -215,6 +225,26 @@ def test_products_fit_and_ask_for_weights_first(width, rows, gated, target, tmp_
         loads = len(re.findall(r"ld\.global\S*\.v4", before))
         assert loads >= weights * width // shape.block_k, "weights are read after the wait"
         assert "ld.global" in after
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx950"])
+def test_experts_fit(target, tmp_path):
+    pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "experts_ptr": "*i64", "weights_ptr": "*i64"}
+    pointers |= {"biases_ptr": "*i64", "outputs": "i32"}
+    common = {"CHOSEN": 8, "WIDTH": 2048, "BIAS": True, "EARLY": target == "sm_90"}
+    for kernel, gated, extra in (
+        (experts.expert_gate_kernel, True, {"KIND": 2, "ALPHA": 1.7, "LIMIT": 7.0}),
+        (experts.expert_down_kernel, False, {}),
+    ):
+        shape = product.ProductShape.of(2048, 2, gated=gated)
+        sizes = {"BLOCK_N": shape.block_n, "BLOCK_K": shape.block_k}
+        types = pointers if gated else pointers | {"shares_ptr": "*fp32"}
+        built = compiled(kernel, target, types, common | extra | sizes, num_warps=shape.warps)
+        registers, spilled, _ = resources(built, target, tmp_path)
+        assert spilled == 0
+        assert registers <= 255
+        if target == "sm_90":
+            assert len(re.findall(r"ld\.global\S*\.v4", built.asm["ptx"])) >= 8, "weights are read in small pieces"
 
 
 def test_the_read_ceilings_kernel_reads_16_bytes_at_a_time_and_runs_at_once(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowlat.layers.activation import clamped_swiglu, gated_silu
+from lowlat.layers.activation import ClampedSwiglu, gated_silu
 from lowlat.layers.attention import AttentionRule, paged_attention
 from lowlat.layers.moe import Experts, MixtureOfExperts, TopKRouter
 from lowlat.layers.rope import Rope
@@ -127,7 +127,7 @@ def test_mixtures_equal_a_loop_over_rows(
         return lambda x: touched.append(expert) or linear(x)  # type: ignore[operator,func-returns-value]
 
     packed = [counting(number, pack(*weights)) for number, weights in enumerate(gate_up)]
-    activation = clamped_swiglu(1.7, 0.8) if biased else gated_silu
+    activation = ClampedSwiglu(1.7, 0.8) if biased else gated_silu
     mixture = MixtureOfExperts(
         TopKRouter(router_EH, bias_E, chosen, normalised=normalised),
         Experts(packed, [pack(*weights) for weights in down], activation, min_rows=min_rows),  # type: ignore[arg-type]

@@ -50,6 +50,6 @@ def test_mxfp4_experts_equal_transformers(tmp_path: Path):
 
     def work(communicator: Communicator) -> list[tuple[int, ...]]:
         mixture = build(tmp_path, communicator).layers[0].mlp
-        return [tuple(mixture._experts._gate_up[0](torch.zeros(1, HIDDEN)).shape)]
+        return [tuple(mixture.experts.gate_up[0](torch.zeros(1, HIDDEN)).shape)]
 
     assert ThreadRanks(2).run(work) == [[(1, INTERMEDIATE)]] * 2

@@ -54,7 +54,7 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
         pass
     elif not fused:
         log.warning("triton cannot be imported: attention and norms run as plain PyTorch, without graphs, and slowly")
-    elif not device_model.capturable:
+    elif not device_model.capturable(limits.max_batch * width):
         log.warning("decode steps run without graphs: this model's experts are chosen by the host")
     else:
         bodies = CudaGraphs(device)

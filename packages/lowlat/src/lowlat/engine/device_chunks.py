@@ -32,10 +32,10 @@ _MOST_KINDS = 128
 
 
 def chunk_rows(count: int) -> int:
-    """Rows that so many rows of chunks are computed with: powers of two up to 64, then few sizes an octave."""
-    if count <= 64:
-        return max(_LEAST_ROWS, _power_of_two(count))
-    grain = max(64, _power_of_two(count) // 8)
+    """Rows that so many rows of chunks are computed with: few sizes, since each is captured twice at the start."""
+    if count <= 128:
+        return next(size for size in (_LEAST_ROWS, 64, 128) if size >= count)
+    grain = max(128, _power_of_two(count) // 4)
     return -(-count // grain) * grain
 
 

@@ -31,7 +31,7 @@ from lowlat.engine.device_speculation import DeviceSpeculation
 from lowlat.engine.device_state import DeviceState, SlotLists, to_device
 from lowlat.engine.device_verify import PendingChecks, Verifier
 from lowlat.engine.executor import ExecutorError, StepResult
-from lowlat.engine.graphs import Body, StepBodies
+from lowlat.engine.graphs import Body, EagerBodies, StepBodies
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.runner import ModelRunner
 from lowlat.layers.device_step import DeviceStep, RowSegments
@@ -81,7 +81,8 @@ class DeviceRunner:
         self._choice = GroupChoice(model, host.communicator)
         self._most = limits.max_batch
         self._state = DeviceState(limits, layout, model.vocab_size, self.device)
-        self._chunks = ChunkBodies(model, self.kv, self._state, bodies)
+        chunks = bodies if model.capturable(limits.max_rows) else EagerBodies()
+        self._chunks = ChunkBodies(model, self.kv, self._state, chunks)
         self._lists = SlotLists(self._state.padding_slot, self.device)
         self.verifier: Verifier | None = None
         """Where steps check guesses."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import torch
 import torch.nn.functional as F
 
@@ -20,14 +21,16 @@ def gated_gelu_tanh(gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate_RI, approximate="tanh").mul_(up_RI)
 
 
-def clamped_swiglu(alpha: float, limit: float) -> GatedActivation:
+class ClampedSwiglu(msgspec.Struct, frozen=True):
     """gate sigmoid(alpha gate) (up + 1), gate at most `limit` and up within ± `limit` (gpt-oss model card)."""
 
-    def activation(gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
-        gate_RI = gate_RI.clamp(max=limit)
-        return torch.sigmoid(gate_RI * alpha).mul_(gate_RI).mul_(up_RI.clamp(-limit, limit).add_(1))
+    alpha: float
+    limit: float
 
-    return activation
+    def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        gate_RI = gate_RI.clamp(max=self.limit)
+        return torch.sigmoid(gate_RI * self.alpha).mul_(gate_RI).mul_(up_RI.clamp(-self.limit, self.limit).add_(1))
 
 
 GATED: dict[str, GatedActivation] = {"silu": gated_silu, "gelu_pytorch_tanh": gated_gelu_tanh}

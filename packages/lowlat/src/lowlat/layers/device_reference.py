@@ -13,6 +13,7 @@ from lowlat.layers import drawing, verify
 from lowlat.layers.activation import GATED
 from lowlat.layers.attention import AttentionRule, masked_attention
 from lowlat.layers.device_step import DecodeRows, DeviceStep, RowSegments
+from lowlat.layers.moe import Experts
 from lowlat.layers.norm import rms_norm
 from lowlat.layers.rope import rotate
 from lowlat.layers.verify import SlotTables, VerifyRows
@@ -126,6 +127,16 @@ class ReferenceOps:
         """Write them."""
         tokens_T.index_copy_(0, slots_B, chosen_B.clamp(min=0))
         lengths_T.index_copy_(0, slots_B, lengths_T[slots_B] + (slots_B != padding))
+
+    def experts(
+        self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor, experts: Experts
+    ) -> torch.Tensor:
+        """Expert by expert; the host asks which were chosen."""
+        return experts(x_RH, experts_RA, weights_RA)
+
+    def finds_experts(self, experts: Experts, rows: int) -> bool:
+        """Never."""
+        return False
 
     def begin_decodes(
         self,

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from lowlat.layers.attention import AttentionRule
+from lowlat.layers.moe import Experts
 from lowlat.layers.verify import SlotTables, VerifyRows
 from lowlat.platform.base import PackedLinear
 
@@ -97,7 +98,7 @@ class DeviceOps(Protocol):
     """The operations of a decoder layer, and what a decode step begins and ends with: fused on a GPU, plain PyTorch
     elsewhere.
 
-    None reads device data on the host, so all may be captured in a graph.
+    None but `experts` reads device data on the host, so all may be captured in a graph.
     """
 
     def norm(self, x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -180,6 +181,15 @@ class DeviceOps(Protocol):
     ) -> None:
         """Write chosen tokens (int64; 0 for -1, so that the next step may look it up) to their slots, whose lengths
         grow by one, but for the slot of padding."""
+
+    def experts(
+        self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor, experts: Experts
+    ) -> torch.Tensor:
+        """Weighted sums over each row's experts, [R, H]: `experts` of the rows, and what their router says (A experts a
+        row)."""
+
+    def finds_experts(self, experts: Experts, rows: int) -> bool:
+        """Whether `experts` of up to so many rows reads nothing on the host."""
 
     def begin_decodes(
         self,

@@ -49,16 +49,16 @@ class Experts:
         min_rows: int = 1,
     ) -> None:
         """`min_rows`: an expert with fewer rows computes this many, where the platform does that faster."""
-        self._gate_up = gate_up
-        self._down = down
-        self._activation = activation
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
         self._min_rows = min_rows
 
     def __call__(self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor) -> torch.Tensor:
         """Weighted sum over each row's experts, [R, H]; added in the router's order, whatever the other rows are."""
         rows, chosen = experts_RA.shape
         experts_X, order_X = experts_RA.flatten().sort(stable=True)
-        counts = torch.bincount(experts_X, minlength=len(self._down)).tolist()
+        counts = torch.bincount(experts_X, minlength=len(self.down)).tolist()
         x_XH = x_RH.index_select(0, order_X // chosen)
         out_XH = torch.empty_like(x_XH)
         first = 0
@@ -67,8 +67,8 @@ class Experts:
                 continue
             part = slice(first, first + count)
             part_XH = F.pad(x_XH[part], (0, 0, 0, max(0, self._min_rows - count)))
-            gate_XI, up_XI = self._gate_up[expert](part_XH).chunk(2, dim=-1)
-            out_XH[part] = self._down[expert](self._activation(gate_XI, up_XI))[:count]
+            gate_XI, up_XI = self.gate_up[expert](part_XH).chunk(2, dim=-1)
+            out_XH[part] = self.down[expert](self.activation(gate_XI, up_XI))[:count]
             first += count
         out_RAH = torch.empty_like(out_XH).index_copy_(0, order_X, out_XH).view(rows, chosen, -1)
         return (out_RAH * weights_RA.unsqueeze(-1).to(out_RAH.dtype)).sum(dim=1)
@@ -80,12 +80,12 @@ class MixtureOfExperts:
     def __init__(
         self, router: TopKRouter, experts: Experts, all_reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        self._router = router
-        self._experts = experts
-        self._all_reduce = all_reduce
+        self.router = router
+        self.experts = experts
+        self.all_reduce = all_reduce
 
     def __call__(self, x_RH: torch.Tensor, real_rows: int) -> torch.Tensor:
         """[R, H]; padding rows, which would touch experts that nobody needs, get zeros."""
         real_RH = x_RH[:real_rows]
-        out_RH = self._all_reduce(self._experts(real_RH, *self._router(real_RH)))
+        out_RH = self.all_reduce(self.experts(real_RH, *self.router(real_RH)))
         return F.pad(out_RH, (0, 0, 0, len(x_RH) - real_rows)) if real_rows < len(x_RH) else out_RH

@@ -5,13 +5,20 @@ Legend of shape suffixes: see `device_step`; O output features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import torch
 
+from lowlat.layers.activation import GATED, ClampedSwiglu
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import DecodeRows, DeviceStep
-from lowlat.layers.triton.activation import gated
+from lowlat.layers.moe import Experts
+from lowlat.layers.triton import experts as expert_kernels
+from lowlat.layers.triton.activation import KINDS, gated
 from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.drawing import draw
+from lowlat.layers.triton.experts import ExpertTable
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
@@ -23,6 +30,37 @@ from lowlat.platform.base import PackedLinear
 from lowlat.platform.cuda import CudaLinear
 
 
+class _LayersExperts(msgspec.Struct, frozen=True):
+    """What the kernels need of a layer's experts."""
+
+    gate_up: ExpertTable
+    down: ExpertTable
+    activation: tuple[int, float, float]
+
+    @classmethod
+    def of(cls, experts: Experts) -> _LayersExperts | None:
+        """None: the kernels do not know such experts."""
+        activation = _activation(experts)
+        tables = [_table(products) for products in (experts.gate_up, experts.down)]
+        if activation is None or tables[0] is None or tables[1] is None:
+            return None
+        return cls(tables[0], tables[1], activation)
+
+
+def _activation(experts: Experts) -> tuple[int, float, float] | None:
+    if isinstance(experts.activation, ClampedSwiglu):
+        return 2, experts.activation.alpha, experts.activation.limit
+    names = [name for name, function in GATED.items() if function is experts.activation and name in KINDS]
+    return (KINDS[names[0]], 0.0, 0.0) if names else None
+
+
+def _table(products: Sequence[PackedLinear]) -> ExpertTable | None:
+    plain = [product for product in products if isinstance(product, CudaLinear)]
+    if len(plain) < len(products) or not expert_kernels.fits(plain[0].weight_OI):
+        return None
+    return ExpertTable.of([product.weight_OI for product in plain], [product.bias_O for product in plain])
+
+
 class TritonOps:
     """`DeviceOps` on a device with `processors` multiprocessors."""
 
@@ -30,6 +68,7 @@ class TritonOps:
         """`early_start`: kernels may start while the one before them runs (`triton.early`)."""
         self._programs = 2 * processors
         self._early = early_start
+        self._experts: dict[int, _LayersExperts | None] = {}
 
     def norm(self, x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm."""
@@ -133,6 +172,26 @@ class TritonOps:
     ) -> None:
         """Write them."""
         put_tokens(slots_B, chosen_B, tokens_T, lengths_T, padding)
+
+    def experts(
+        self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor, experts: Experts
+    ) -> torch.Tensor:
+        """Of few rows by kernels that find the experts themselves."""
+        known = self._known(experts)
+        if known is None or len(x_RH) > expert_kernels.MOST_ROWS:
+            return experts(x_RH, experts_RA, weights_RA)
+        return expert_kernels.experts(
+            x_RH, experts_RA, weights_RA, known.gate_up, known.down, known.activation, early_start=self._early
+        )
+
+    def finds_experts(self, experts: Experts, rows: int) -> bool:
+        """Where the kernels know them."""
+        return rows <= expert_kernels.MOST_ROWS and self._known(experts) is not None
+
+    def _known(self, experts: Experts) -> _LayersExperts | None:
+        if id(experts) not in self._experts:
+            self._experts[id(experts)] = _LayersExperts.of(experts)
+        return self._experts[id(experts)]
 
     def begin_decodes(
         self,

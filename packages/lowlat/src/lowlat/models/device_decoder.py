@@ -1,7 +1,7 @@
 """A decoder's forward for steps whose state lives on the device: fused operations, no read by the host.
 
 The layers, their weights and the order of operations are those of `decoder`; only what lies between the products is
-computed by `DeviceOps`. It may be captured in a graph where every MLP is a plain gated one.
+computed by `DeviceOps`. It may be captured in a graph where no layer asks the host which experts were chosen.
 
 Legend of shape suffixes: see `device_step`; V vocabulary, C this rank's columns of it,
 M sampled rows, X = Y * D columns of queries, keys, values, T tapped layers.
@@ -17,6 +17,7 @@ import torch
 from lowlat.cache.layout import KVPool
 from lowlat.layers.activation import GATED
 from lowlat.layers.device_step import DeviceOps, DeviceStep
+from lowlat.layers.moe import MixtureOfExperts
 from lowlat.layers.row_sums import RowSums
 from lowlat.models.decoder import Decoder, DecoderLayer, GatedMLP
 from lowlat.platform.base import PackedLinear
@@ -49,10 +50,15 @@ class DeviceDecoder:
         """Layers after which states are wanted, in their order, and who gets them side by side with the step; without
         layers it gets no columns."""
 
-    @property
-    def capturable(self) -> bool:
-        """Whether no layer asks the host anything: experts do, to compute only those that were chosen."""
-        return all(isinstance(layer.mlp, GatedMLP) for layer in self.decoder.layers)
+    def capturable(self, rows: int) -> bool:
+        """Whether no layer asks the host anything in steps of up to so many rows: experts may, to compute only those
+        that were chosen."""
+        return all(self._asks_nothing(layer.mlp, rows) for layer in self.decoder.layers)
+
+    def _asks_nothing(self, mlp: object, rows: int) -> bool:
+        if isinstance(mlp, MixtureOfExperts):
+            return self.ops.finds_experts(mlp.experts, rows)
+        return isinstance(mlp, GatedMLP)
 
     def forward(self, step: DeviceStep, kv: KVPool) -> torch.Tensor:
         """Logits [M, V] in float32; keys and values of the rows are written to `kv`."""
@@ -142,6 +148,9 @@ class DeviceDecoder:
     def _mlp(self, layer: DecoderLayer, added: Added, residual_RH: torch.Tensor) -> tuple[Added, torch.Tensor]:
         """What the MLP adds to the residual stream, and the stream before it."""
         mlp = layer.mlp
+        if isinstance(mlp, MixtureOfExperts):
+            x_RH = self._add_norm(added, residual_RH, layer.mlp_norm_H, layer.eps)
+            return Added(self.ops.experts(x_RH, *mlp.router(x_RH), mlp.experts), self.sums is None), residual_RH
         name = _NAMES.get(mlp.activation) if isinstance(mlp, GatedMLP) else None
         if name is None:
             x_RH = self._add_norm(added, residual_RH, layer.mlp_norm_H, layer.eps)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowlat.layers.activation import clamped_swiglu
+from lowlat.layers.activation import ClampedSwiglu
 from lowlat.layers.fp4 import dequantise_groups
 from lowlat.layers.moe import Experts, MixtureOfExperts, TopKRouter
 from lowlat.models.base import BuildContext, LoadProgress
@@ -47,7 +47,7 @@ def gpt_oss(checkpoint: Checkpoint, build: BuildContext, progress: LoadProgress)
     config = read_config(fields, rope_theta=150000.0)
     experts = count(fields, "num_local_experts", "num_experts")
     chosen = count(fields, "num_experts_per_tok", "experts_per_token")
-    activation = clamped_swiglu(float(fields.get("swiglu_alpha", 1.702)), float(fields.get("swiglu_limit", 7.0)))
+    activation = ClampedSwiglu(float(fields.get("swiglu_alpha", 1.702)), float(fields.get("swiglu_limit", 7.0)))
 
     def mixture(weights: Weights, build: BuildContext, config: DecoderConfig, index: int) -> MLP:
         name = f"model.layers.{index}.mlp"

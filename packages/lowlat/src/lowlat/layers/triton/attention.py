@@ -263,15 +263,24 @@ class AttentionShape(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, group: int, most_rows: int, dim: int, element_bytes: int, *, lanes: int = 32, tight: bool = False
+        cls,
+        group: int,
+        most_rows: int,
+        dim: int,
+        element_bytes: int,
+        *,
+        segments: int = 1,
+        lanes: int = 32,
+        tight: bool = False,
     ) -> AttentionShape:
         """For segments of up to `most_rows` rows whose key-value heads serve `group` query heads each, on a device with
         warps of `lanes`. Larger tiles than these spill registers (tests/kernels/test_kernels_compile.py)."""
         small = element_bytes > 2
         fitting = max(16, triton.next_power_of_2(group * most_rows))
         if most_rows == 1 or (tight and fitting <= 32):
-            # Stages keep loads of later tokens in flight: two of them go to page numbers, the others to tiles.
-            stages = 2 if small else 3 if dim > 128 or lanes > 32 else 7 if dim <= 64 else 5
+            # Stages keep loads of later tokens in flight: two of them go to page numbers, the others to tiles. Many
+            # segments keep enough in flight without (measured on an H200).
+            stages = 2 if small or segments > 2 else 3 if dim > 128 or lanes > 32 else 5
             return cls(most_rows, fitting, 32 if small else 64, 4, stages)
         # Two sizes only: every size is compiled when it first comes, which a request would wait for.
         least = max(16, triton.next_power_of_2(group))
@@ -309,7 +318,8 @@ def attend(
     assert out_RND.is_contiguous()
     assert keys_SKD.is_contiguous()
     assert values_SKD.is_contiguous()
-    shape = AttentionShape.of(group, segments.most_rows, dim, q_RND.element_size(), tight=segments.tight)
+    size = q_RND.element_size()
+    shape = AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
     draft = block_base >= 0
     most = min(MAX_SPLITS, max(1, -(-programs // kv_heads)))
     blocks = -(-segments.most_rows // shape.block_q)
