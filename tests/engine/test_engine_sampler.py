@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowlat.engine.batch import SlotSampling
-from lowlat.engine.sampler import BadLogitsError, sample, uniform
+from lowlat.engine.sampler import BadLogitsError, gumbel, sample, uniforms
 
 
 def setting(
@@ -84,16 +85,34 @@ def test_a_seed_decides_whatever_shares_the_batch(seed: int, position: int, row:
     assert sample(batch, others, positions)[0][row] == alone
 
 
-def test_random_numbers_are_even_and_differ_by_seed_and_position():
-    numbers = torch.tensor([uniform(1, position) for position in range(20_000)])
-    assert 0 <= float(numbers.min()) < 0.001
+def test_random_numbers_are_even_and_differ_by_seed_place_and_token():
+    tokens = np.arange(200)
+    numbers = torch.tensor(np.concatenate([uniforms(1, position, tokens) for position in range(100)]))
+    assert 0 < float(numbers.min()) < 0.001
     assert 0.999 < float(numbers.max()) < 1
     assert abs(float(numbers.mean()) - 0.5) < 0.01
     histogram = torch.histc(numbers, 20, 0, 1)
     assert float(((histogram - 1000) ** 2 / 1000).sum()) < 50
-    assert uniform(1, 5) != uniform(2, 5)
-    assert len({uniform(seed, 0) for seed in range(1000)}) == 1000
-    assert uniform(2**64 - 1, 2**31) == uniform(2**64 - 1, 2**31)
+    assert len({float(uniforms(seed, 0, tokens[:1])[0]) for seed in range(1000)}) == 1000
+    assert len(set(numbers.tolist())) == 20_000
+    assert uniforms(2**64 - 1, 2**31, tokens).tolist() == uniforms(2**64 - 1, 2**31, tokens).tolist()
+    assert uniforms(7, 9, tokens[50:60]).tolist() == uniforms(7, 9, tokens)[50:60].tolist()
+
+
+def test_alike_distributions_draw_the_same_token_often():
+    """Two distributions P and Q that differ by a total variation d draw the same token with a chance of at least
+    (1 - d) / (1 + d), since they see the same noise."""
+    generator = torch.Generator().manual_seed(3)
+    first = torch.randn(400, generator=generator) * 2
+    second = first + torch.randn(400, generator=generator) * 0.5
+    distance = float((first.softmax(0) - second.softmax(0)).abs().sum()) / 2
+    places = range(4000)
+    pairs = [sample(torch.stack([first, second]), [setting(seed=5)] * 2, [place] * 2)[0] for place in places]
+    same = sum(a == b for a, b in pairs) / len(places)
+    assert 0.15 < distance < 0.4
+    assert same > (1 - distance) / (1 + distance) - 0.02
+    assert same < 1 - distance + 0.02
+    assert gumbel(5, 9, np.arange(3)).dtype == torch.float64
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-6, 1e-4])

@@ -147,8 +147,8 @@ PLANTS = (
         "A18",
         "all rows use the first row's seed on the device",
         "engine/device_sampler.py",
-        "uniforms(state.seed_T[slots_M], positions_M)",
-        "uniforms(state.seed_T[slots_M[:1].expand_as(slots_M)], positions_M)",
+        "gumbel(state.seed_T[slots_M], positions_M, ids_V)",
+        "gumbel(state.seed_T[slots_M[:1].expand_as(slots_M)], positions_M, ids_V)",
         "engine/test_engine_device_sampler.py::test_tokens_are_those_of_the_sampler",
     ),
     _plant(

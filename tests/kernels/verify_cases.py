@@ -37,9 +37,11 @@ def check_draws(draw: Any, vocabulary: int, dtype: torch.dtype, device: str, row
     positions_M = torch.randint(0, 1 << 20, (rows,), generator=generator)
     given = [part.to(device) for part in (logits_MV, slots_M, positions_M)]
     drawn = 0
-    for settings in (None, (temperature_T, seed_T)):
-        expected = law(logits_MV, slots_M, positions_M, settings)
-        got = draw(*given, None if settings is None else tuple(part.to(device) for part in settings))
+    ids_V = torch.randperm(vocabulary + 50, generator=generator)[:vocabulary]
+    for settings, more in ((None, ()), ((temperature_T, seed_T), ()), ((temperature_T, seed_T), (ids_V, 1.25))):
+        expected = law(logits_MV, slots_M, positions_M, settings, *more)
+        moved = None if settings is None else tuple(part.to(device) for part in settings)
+        got = draw(*given, moved, *(part.to(device) if isinstance(part, torch.Tensor) else part for part in more))
         assert got.dtype == torch.int64
         assert got.tolist() == expected.tolist()
         assert (expected < 0).tolist()[:6] == [False, False, False, True, True, True]

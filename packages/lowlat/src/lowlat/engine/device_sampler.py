@@ -13,7 +13,7 @@ import torch
 from lowlat.engine.batch import MIN_TEMPERATURE
 from lowlat.engine.device_state import DeviceState
 from lowlat.layers.device_step import DeviceOps
-from lowlat.layers.drawing import invert, uniforms
+from lowlat.layers.drawing import gumbel
 
 
 class SamplingMode(msgspec.Struct, frozen=True):
@@ -67,13 +67,12 @@ def choose(
     if mode.draws:
         temperature_M = state.temperature_T[slots_M]
         greedy_M = temperature_M < MIN_TEMPERATURE
-        scaled_MV = (scores_MV - best_M[:, None]) / torch.where(greedy_M, 1.0, temperature_M)[:, None]
-        numbers_M = uniforms(state.seed_T[slots_M], positions_M)
+        ids_V = torch.arange(scores_MV.shape[-1], device=scores_MV.device)
+        drawn_MV = scores_MV.double() / torch.where(greedy_M, 1.0, temperature_M).double()[:, None]
+        noise_MV = gumbel(state.seed_T[slots_M], positions_M, ids_V)
         if mode.filters:
-            drawn_M = _draw_filtered(scaled_MV, numbers_M, slots_M, state)
-        else:
-            drawn_M = invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
-        tokens_M = torch.where(greedy_M, tokens_M, drawn_M)
+            drawn_MV = _filtered(scores_MV, drawn_MV, slots_M, state)
+        tokens_M = torch.where(greedy_M, tokens_M, (drawn_MV + noise_MV).argmax(dim=-1))
     usable_M = (logits_MV.amax(dim=-1) if mode.rules else best_M).isfinite()
     samples = Samples(torch.where(usable_M, tokens_M, -1))
     if mode.logprobs >= 0:
@@ -108,11 +107,14 @@ def _ruled(
     return scores_MV.masked_fill(rules.banned_TV[slots_M] & early_M1, float("-inf"))
 
 
-def _draw_filtered(
-    scaled_MV: torch.Tensor, numbers_M: torch.Tensor, slots_M: torch.Tensor, state: DeviceState
+def _filtered(
+    scores_MV: torch.Tensor, drawn_MV: torch.Tensor, slots_M: torch.Tensor, state: DeviceState
 ) -> torch.Tensor:
-    """Draws after top-k, top-p and min-p; rows without any are drawn in the vocabulary's order, as they are alone."""
+    """`drawn_MV`, logits over temperature in float64, without the tokens that top-k, top-p and min-p remove."""
     top_k_M, top_p_M, min_p_M = (table[slots_M] for table in (state.top_k_T, state.top_p_T, state.min_p_T))
+    best_M, temperature_M = scores_MV.amax(dim=-1), state.temperature_T[slots_M]
+    temperature_M = torch.where(temperature_M < MIN_TEMPERATURE, 1.0, temperature_M)
+    scaled_MV = (scores_MV - best_M[:, None]) / temperature_M[:, None]
     sorted_MV, ids_MV = scaled_MV.sort(dim=-1, descending=True, stable=True)
     place_V = torch.arange(scaled_MV.shape[-1], device=scaled_MV.device)
     cut_MV = (place_V >= top_k_M[:, None]) & (top_k_M > 0)[:, None]
@@ -124,10 +126,8 @@ def _draw_filtered(
     kept_M = torch.where(top_k_M > 0, kept_M.minimum(top_k_M), kept_M)
     likely_M = (probabilities_MV >= (min_p_M * probabilities_MV[:, 0])[:, None]).sum(-1)
     kept_M = torch.where(min_p_M > 0.0, kept_M.minimum(likely_M), kept_M).clamp(1, len(place_V))
-    drawn_M = ids_MV.gather(-1, invert(cumulative_MV, numbers_M, kept_M)[:, None])[:, 0]
-    plain_M = (top_k_M <= 0) & (top_p_M >= 1.0) & (min_p_M <= 0.0)
-    plainly_M = invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
-    return torch.where(plain_M, plainly_M, drawn_M)
+    removed_MV = torch.empty_like(cut_MV).scatter_(1, ids_MV, place_V >= kept_M[:, None])
+    return drawn_MV.masked_fill(removed_MV, float("-inf"))
 
 
 def _add_logprobs(samples: Samples, logits_MV: torch.Tensor, tokens_M: torch.Tensor, count: int) -> None:

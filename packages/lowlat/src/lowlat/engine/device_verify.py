@@ -143,10 +143,17 @@ class Verifier:
             return given[size:].view(size, width - 1), given[:size]
         if width == 1:
             return self._given[size, 1][1].view(size, 1)[:, 1:], None
-        plain = SamplingMode(draws=mode.draws, filters=mode.filters)
+        settings = (self._state.temperature_T, self._state.seed_T) if mode.draws else None
 
-        def pick(logits_MV: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
-            return choose(logits_MV, slots_M, positions_M, self._state, plain, self._model.ops).tokens_M
+        def pick(
+            logits_MV: torch.Tensor,
+            slots_M: torch.Tensor,
+            positions_M: torch.Tensor,
+            ids_V: torch.Tensor | None,
+            sharpness: float,
+        ) -> torch.Tensor:
+            # Without the target's filters: what they would remove is seldom drawn.
+            return self._model.ops.draw(logits_MV, slots_M, positions_M, settings, ids_V, sharpness)
 
         return draft.propose(self._lists.tensor(size), width - 1, longest, pick), None
 

@@ -25,8 +25,7 @@ from lowlat.models.loading.errors import CheckpointError
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import SingleRank
 from lowlat.platform.base import PackedLinear
-from lowlat.speculative.coupled import SPREAD
-from lowlat.speculative.device_draft import BlockDraft, DeviceDraft, SmallModelDraft
+from lowlat.speculative.device_draft import SHARPNESS, BlockDraft, DeviceDraft, SmallModelDraft
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft
 from lowlat.speculative.draft_model import ModelProposer
@@ -68,8 +67,10 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build
     return _TrainedDraft(config.spec, config.draft, checkpoint, model, build)
 
 
-def _choose(runner: ModelRunner, spread: float = 0.0) -> Choose:
-    return lambda logits_V, slot, position: draw_guess(logits_V, runner.sampling_of(slot), position, spread)
+def _choose(runner: ModelRunner, tokens_V: torch.Tensor | None = None, sharpness: float = 1.0) -> Choose:
+    return lambda logits_V, slot, position: draw_guess(
+        logits_V, runner.sampling_of(slot), position, tokens_V, sharpness
+    )
 
 
 class _SmallModel:
@@ -140,7 +141,7 @@ class _TrainedDraft:
     def bind(self, runner: ModelRunner) -> Proposer:
         pages, size = _pool_size(runner)
         pool = KVPool(draft_layout(self._network, pages, size), torch.device("cpu"))
-        choose = _choose(runner, SPREAD)
+        choose = _choose(runner, self._network.vocabulary, SHARPNESS)
         head, dtype = self._head, self._dtype
         proposer = BlockProposer(
             self._network, pool, runner, self._model.embed, lambda x_RH: head(x_RH.to(dtype)).float(), choose=choose

@@ -6,19 +6,21 @@ Legend of shape suffixes: M samples of a step, V vocabulary.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from lowlat.engine.batch import MIN_TEMPERATURE, SlotSampling
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.request import TokenLogprobs
 from lowlat.grammars.matcher import AnswerOverError
-from lowlat.speculative.coupled import coupled_guess
 
 # Filters look at so many of the most likely tokens first, and sort the whole vocabulary only if those are too few.
 _FIRST_LOOK = 256
 
 _MASK = 0xFFFFFFFFFFFFFFFF
+_GAMMA = 0x9E3779B97F4A7C15
 
 
 class BadLogitsError(Exception):
@@ -118,18 +120,21 @@ def simulated_bursts(
     return bursts, entries if any(entry is not None for entry in entries) else None
 
 
-def draw_guess(logits_V: torch.Tensor, setting: SlotSampling, position: int, spread: float = 0.0) -> int:
-    """A draft's guess of the token at `position`: drawn from the draft's distribution with the random number that the
-    target's token will be drawn with, so the more alike the two are, the more often they are the same.
+def draw_guess(
+    logits_V: torch.Tensor,
+    setting: SlotSampling,
+    position: int,
+    tokens_V: torch.Tensor | None = None,
+    sharpness: float = 1.0,
+) -> int:
+    """A draft's guess of the token at `position`, its place in `logits_V`: drawn from the draft's distribution with the
+    noise that the target's token will be drawn with, so the more alike the two are, the more often they are the same.
 
-    `spread`: about how far the draft's distribution function is from the target's (`coupled_guess`).
+    `tokens_V`: what the logits stand for, where not for all tokens. `sharpness`: a factor on them.
     """
     if setting.temperature < MIN_TEMPERATURE:
         return int(logits_V.argmax())
-    cumulative, ids = _distribution(logits_V, setting)
-    number = uniform(setting.seed, position)
-    index = int(coupled_guess(cumulative / cumulative[-1], number, spread)) if spread else _place(cumulative, number)
-    return index if ids is None else int(ids[index])
+    return _draw(logits_V, setting, position, tokens_V, sharpness)
 
 
 def _choose(
@@ -139,7 +144,7 @@ def _choose(
     if rule is not None:
         logits_V = rule.apply(logits_V, position)
     if setting.temperature >= MIN_TEMPERATURE:
-        token = _draw(logits_V, setting, uniform(setting.seed, position))
+        token = _draw(logits_V, setting, position)
     elif rule is not None:
         token = int(logits_V.argmax())
     if rule is not None:
@@ -147,11 +152,25 @@ def _choose(
     return token
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from a 64-bit seed and a counter, by the finaliser of splitmix64 (Steele et al. 2014)."""
-    value = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
-    value = _mix((value + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
-    return (value >> 11) * 2.0**-53
+def gumbel(seed: int, position: int, tokens: np.ndarray) -> torch.Tensor:
+    """Gumbel noise of tokens at a place, float64: with it, the largest logit is a draw from their softmax."""
+    return -(-torch.from_numpy(uniforms(seed, position, tokens)).log_()).log_()
+
+
+def uniforms(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
+    """Numbers in (0, 1), float64, for each of these tokens: hashes of a 64-bit seed, a place and the token, by the
+    finaliser of splitmix64 (Steele et al. 2014)."""
+    stream = np.uint64(_mix((seed & _MASK) ^ _mix((position + _GAMMA) & _MASK)))
+    value = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    value += stream
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value ^= value >> np.uint64(shift)
+        value *= np.uint64(factor)
+    value ^= value >> np.uint64(31)
+    numbers: np.ndarray = (value >> np.uint64(12)).astype(np.float64)
+    numbers += 0.5
+    numbers *= 2.0**-52
+    return numbers
 
 
 def _mix(value: int) -> int:
@@ -160,38 +179,46 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _draw(logits_V: torch.Tensor, setting: SlotSampling, number: float) -> int:
-    """Invert the distribution function at `number`."""
-    cumulative, ids = _distribution(logits_V, setting)
-    index = _place(cumulative, number)
-    return index if ids is None else int(ids[index])
+def _draw(
+    logits_V: torch.Tensor,
+    setting: SlotSampling,
+    position: int,
+    tokens_V: torch.Tensor | None = None,
+    sharpness: float = 1.0,
+) -> int:
+    """The token with the largest sum of logit over temperature and noise, of those that top-k, top-p and min-p keep."""
+    # The temperature as devices have it.
+    temperature = float(np.float32(setting.temperature))
+    kept = _kept(logits_V, setting, temperature)
+    tokens = _every(len(logits_V)) if tokens_V is None else tokens_V.numpy()
+    noise = gumbel(setting.seed, position, tokens if kept is None else tokens[kept.numpy()])
+    scores = (logits_V if kept is None else logits_V[kept]).double().mul_(sharpness).div_(temperature)
+    index = int(scores.add_(noise).argmax())
+    return index if kept is None else int(kept[index])
 
 
-def _place(cumulative: torch.Tensor, number: float) -> int:
-    index = int(torch.searchsorted(cumulative, number * float(cumulative[-1]), right=True))
-    return min(index, len(cumulative) - 1)
+@lru_cache(maxsize=8)
+def _every(vocabulary: int) -> np.ndarray:
+    return np.arange(vocabulary, dtype=np.uint64)
 
 
-def _distribution(logits_V: torch.Tensor, setting: SlotSampling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The distribution function after temperature, then top-k, top-p and min-p, and the tokens that it goes over; None:
-    all, in order."""
-    scaled_V = (logits_V - logits_V.max()).div_(setting.temperature)
+def _kept(logits_V: torch.Tensor, setting: SlotSampling, temperature: float) -> torch.Tensor | None:
+    """The tokens that top-k, top-p and min-p keep, most likely first; None: all."""
+    if setting.top_k <= 0 and setting.top_p >= 1.0 and setting.min_p <= 0.0:
+        return None
+    scaled_V = (logits_V - logits_V.max()).div_(temperature)
     if setting.top_k > 0:
         scaled, ids = scaled_V.topk(min(setting.top_k, len(scaled_V)))
         probabilities = scaled.softmax(-1, dtype=torch.float64)
-    elif setting.top_p < 1.0 or setting.min_p > 0.0:
-        probabilities, ids = _head_of(scaled_V.softmax(-1, dtype=torch.float64), setting)
     else:
-        probabilities, ids = scaled_V.softmax(-1, dtype=torch.float64), None
-    cumulative = probabilities.cumsum(-1)
+        probabilities, ids = _head_of(scaled_V.softmax(-1, dtype=torch.float64), setting)
+    count = len(ids)
     if setting.top_p < 1.0:
-        # Keep the fewest most likely tokens whose mass reaches top_p; at least one.
-        kept = int(torch.searchsorted(cumulative, setting.top_p)) + 1
-        cumulative = cumulative[:kept]
+        # The fewest most likely tokens whose mass reaches top_p; at least one.
+        count = min(count, int(torch.searchsorted(probabilities.cumsum(-1), setting.top_p)) + 1)
     if setting.min_p > 0.0:
-        likely = int((probabilities[: len(cumulative)] >= setting.min_p * probabilities[0]).sum())
-        cumulative = cumulative[:likely]
-    return cumulative, ids
+        count = max(1, int((probabilities[:count] >= setting.min_p * probabilities[0]).sum()))
+    return ids[:count]
 
 
 def _head_of(probabilities_V: torch.Tensor, setting: SlotSampling) -> tuple[torch.Tensor, torch.Tensor]:

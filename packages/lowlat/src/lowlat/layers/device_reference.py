@@ -169,9 +169,11 @@ class ReferenceOps:
         slots_M: torch.Tensor,
         positions_M: torch.Tensor,
         settings: tuple[torch.Tensor, torch.Tensor] | None,
+        ids_V: torch.Tensor | None = None,
+        sharpness: float = 1.0,
     ) -> torch.Tensor:
         """Likeliest or drawn tokens."""
-        return drawing.draw(logits_MV, slots_M, positions_M, settings)
+        return drawing.draw(logits_MV, slots_M, positions_M, settings, ids_V, sharpness)
 
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None

@@ -212,9 +212,10 @@ class DeviceOps(Protocol):
         slots_M: torch.Tensor,
         positions_M: torch.Tensor,
         settings: tuple[torch.Tensor, torch.Tensor] | None,
+        ids_V: torch.Tensor | None = None,
+        sharpness: float = 1.0,
     ) -> torch.Tensor:
-        """Tokens [M], int64, by the law of `drawing`; -1 where logits hold NaN or no finite number. `settings`:
-        temperatures and seeds by slot; None: the likeliest tokens."""
+        """As `drawing.draw`."""
 
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None

@@ -1,6 +1,9 @@
-"""Drawing tokens on the device: counter-based random numbers, and the inversion of a distribution function.
+"""Drawing tokens on the device, by the law of `engine/sampler.py` (decision 0105): every token of the vocabulary has a
+random number of its own, a hash of seed, place and token, and the one with the largest sum of logit over temperature
+and Gumbel noise is drawn. That is a draw from their softmax (Gumbel 1954; Maddison et al. 2014), and two distributions
+that are alike draw the same token often, since they see the same noise.
 
-The laws are those of `engine/sampler.py`; kernels for them are in `triton/drawing.py`.
+The kernel is in `triton/drawing.py`.
 
 Legend of shape suffixes: M samples of a step, V vocabulary, T batch slots.
 """
@@ -11,6 +14,7 @@ import torch
 
 # As `engine.batch` has it: below this a temperature means greedy.
 MIN_TEMPERATURE = 1e-5
+_GAMMA = 0x9E3779B97F4A7C15
 
 
 def draw(
@@ -18,37 +22,42 @@ def draw(
     slots_M: torch.Tensor,
     positions_M: torch.Tensor,
     settings: tuple[torch.Tensor, torch.Tensor] | None,
+    ids_V: torch.Tensor | None = None,
+    sharpness: float = 1.0,
 ) -> torch.Tensor:
-    """A token for each row, int64; -1 where the logits hold NaN or no finite number. `positions_M`: places of the
-    tokens. `settings`: temperatures and seeds by slot, [T]; None: the likeliest tokens."""
+    """A place in the vocabulary for each row, int64; -1 where the logits hold NaN or no finite number.
+
+    Args:
+        logits_MV: float32 or bfloat16.
+        slots_M: the rows' batch slots.
+        positions_M: places of the tokens in their sequences.
+        settings: temperatures (float32) and seeds by slot, [T]; None: the likeliest tokens.
+        ids_V: tokens that the columns stand for; None: themselves.
+        sharpness: factor on the logits where a row is drawn.
+    """
     best_M, tokens_M = logits_MV.max(dim=-1)
     if settings is not None:
         temperature_T, seed_T = settings
         temperature_M = temperature_T[slots_M]
         greedy_M = temperature_M < MIN_TEMPERATURE
-        scaled_MV = (logits_MV.float() - best_M[:, None]) / torch.where(greedy_M, 1.0, temperature_M)[:, None]
-        numbers_M = uniforms(seed_T[slots_M], positions_M)
-        drawn_M = invert(scaled_MV.softmax(-1, dtype=torch.float64).cumsum(-1), numbers_M, None)
-        tokens_M = torch.where(greedy_M, tokens_M, drawn_M)
+        ids_V = torch.arange(logits_MV.shape[-1], device=logits_MV.device) if ids_V is None else ids_V
+        noise_MV = gumbel(seed_T[slots_M], positions_M, ids_V)
+        scores_MV = logits_MV.double() * sharpness / torch.where(greedy_M, 1.0, temperature_M).double()[:, None]
+        tokens_M = torch.where(greedy_M, tokens_M, (scores_MV + noise_MV).argmax(dim=-1))
     return torch.where(best_M.isfinite(), tokens_M, -1)
 
 
-def invert(cumulative_MV: torch.Tensor, numbers_M: torch.Tensor, kept_M: torch.Tensor | None) -> torch.Tensor:
-    """Where each row's distribution function passes its number, among the first `kept_M` places."""
-    if kept_M is None:
-        kept_M = torch.full_like(numbers_M, cumulative_MV.shape[-1], dtype=torch.int64)
-    last_M = kept_M - 1
-    total_M = cumulative_MV.gather(-1, last_M[:, None])[:, 0]
-    index_M1 = torch.searchsorted(cumulative_MV, (numbers_M * total_M)[:, None], right=True)
-    return index_M1[:, 0].minimum(last_M)
+def gumbel(seed_M: torch.Tensor, position_M: torch.Tensor, ids_V: torch.Tensor) -> torch.Tensor:
+    """`sampler.gumbel` of many, float64 [M, V]; seeds are 64-bit numbers as int64."""
+    return -(-uniforms(seed_M, position_M, ids_V).log()).log()
 
 
-def uniforms(seed_M: torch.Tensor, position_M: torch.Tensor) -> torch.Tensor:
-    """`sampler.uniform` of many, float64, bit for bit; seeds are 64-bit numbers as int64."""
-    gamma = _signed(0x9E3779B97F4A7C15)
-    value_M = _mix(seed_M + gamma)
-    value_M = _mix(value_M + (position_M + 1) * gamma)
-    return _shift(value_M, 11).double() * 2.0**-53
+def uniforms(seed_M: torch.Tensor, position_M: torch.Tensor, ids_V: torch.Tensor) -> torch.Tensor:
+    """`sampler.uniforms` of many, float64 [M, V], bit for bit."""
+    gamma = _signed(_GAMMA)
+    stream_M = _mix(seed_M ^ _mix(position_M + gamma))
+    value_MV = _mix(stream_M[:, None] + (ids_V + 1) * gamma)
+    return (_shift(value_MV, 12).double() + 0.5) * 2.0**-52
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:

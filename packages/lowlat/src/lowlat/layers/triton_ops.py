@@ -214,9 +214,11 @@ class TritonOps:
         slots_M: torch.Tensor,
         positions_M: torch.Tensor,
         settings: tuple[torch.Tensor, torch.Tensor] | None,
+        ids_V: torch.Tensor | None = None,
+        sharpness: float = 1.0,
     ) -> torch.Tensor:
         """Likeliest or drawn tokens."""
-        return draw(logits_MV, slots_M, positions_M, settings)
+        return draw(logits_MV, slots_M, positions_M, settings, ids_V, sharpness, early_start=self._early)
 
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
