@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 
+import msgspec
 import pytest
 
 from lowlat.bench import ab, plots
@@ -85,6 +86,30 @@ def test_servers_started_one_at_a_time_and_agent_runs():
     assert 1.3 < next(row for row in rows if row.metric == "speedup").median < 3
 
 
+def test_servers_started_together_and_both_ended_where_one_does_not_start():
+    loads = ab.long_prompt_loads((1,), input_tokens=20, output_tokens=4, requests=1)
+    kept = []
+    outcome = ab.run_ab(
+        sides(together=True), loads, rounds=1, measured=lambda outcome, done: kept.append([load.name for load in done])
+    )
+    assert kept == [[loads[0].name]]
+    processes = [process for ready in outcome.ready_s.values() for process in ready]
+    assert len(set(processes)) == 2
+    bad = msgspec.structs.replace(sides(together=True), on=("--low-latency", "x"))
+    with pytest.raises(ServerStartError, match="invalid choice"):
+        ab.run_ab(bad, loads, rounds=1)
+    assert not any(pathlib.Path(f"/proc/{process}").exists() for process in processes)
+    running = subprocess.run(["pgrep", "-f", SCRIPTED[1]], capture_output=True, text=True, check=False).stdout.split()
+    mine = [pid for pid in running if parent(pid) == os.getpid()]
+    assert mine == []
+
+
+def parent(pid):
+    status = pathlib.Path(f"/proc/{pid}/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("PPid:")), None)
+
+
 def test_a_run_without_kernels_is_refused():
     outcome = ab.AbOutcome()
     outcome.covered.general = 100.0
@@ -144,12 +169,15 @@ def test_a_server_that_does_not_start_says_why():
 def test_a_forced_acceptance_is_said_in_the_result(serve_args, flag, simulated, monkeypatch, tmp_path):
     given = {}
 
-    def run(sides, loads, *, rounds, say):
+    def run(sides, loads, *, rounds, say, measured):
         given["shared"], given["loads"] = sides.shared, loads
         outcome = ab.AbOutcome(covered=ab.Covered(plugin=9.0, general=1.0))
-        for load in loads:
+        for number, load in enumerate(loads, 1):
             record = Record(sent=0.0, content_times=[0.1, 0.2, 0.3], ended=0.3, status=200, output_tokens=3)
             outcome.off[load.name] = outcome.on[load.name] = [[record]]
+            measured(outcome, loads[:number])
+            (path,) = tmp_path.glob("*.json")
+            assert len({row.concurrency for row in load_result(path).rows}) == number, "kept after each load"
         return outcome
 
     monkeypatch.setattr(ab, "run_ab", run)

@@ -145,7 +145,7 @@ class KeepingPlatform(CpuPlatform):
 
 
 def test_the_parts_of_a_device_step_are_marked_and_left_as_they_were(monkeypatch):
-    monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
+    monkeypatch.setattr(build, "select", lambda *_: KeepingPlatform())
     arm = build_arm("general", StepCase(shape=TINY, requests=2, context=30, dtype="float32", steps=8))
     arm.rewind()
     arm.decode()

@@ -246,7 +246,7 @@ class KeepingPlatform(CpuPlatform):
 
 
 def test_the_general_arm_runs_ahead_where_state_lives_on_the_device(monkeypatch):
-    monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
+    monkeypatch.setattr(build, "select", lambda *_: KeepingPlatform())
     arm = build_arm("general", StepCase(shape=TINY, requests=2, context=46, dtype="float32", steps=3))
     runner = arm.runner
     assert isinstance(runner, DeviceRunner)

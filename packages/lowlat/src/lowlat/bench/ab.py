@@ -10,6 +10,7 @@ import contextlib
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -20,7 +21,7 @@ from lowlat.bench.load.records import Record
 from lowlat.bench.load.replay import Replay, ReplayOptions
 from lowlat.bench.load.serve import ServeOptions, plan_lengths, run_serve
 from lowlat.bench.load.traces import Agent
-from lowlat.bench.local_server import SERVE, LocalServer, local_server
+from lowlat.bench.local_server import SERVE, LocalServer, ended_by_sigterm, local_server
 from lowlat.bench.results import Row, row_from_interval, row_from_samples
 from lowlat.bench.stats import ratio_interval
 
@@ -52,6 +53,8 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = SERVE
     one_at_a_time: bool = False
     """Start a server for each block, for models that fit into memory once only."""
+    together: bool = False
+    """Start both servers at the same time: sooner ready, but the times to ready are those of two at a time."""
 
 
 class Covered(msgspec.Struct):
@@ -121,21 +124,43 @@ def _servers(sides: Sides) -> Iterator[Callable[[bool], contextlib.AbstractConte
     if sides.one_at_a_time:
         yield lambda on: local_server(arguments(on), command=sides.command)
         return
-    with (
-        local_server(arguments(False), command=sides.command) as off,
-        local_server(arguments(True), command=sides.command) as on_server,
-    ):
+    with contextlib.ExitStack() as stack:
+        if sides.together:
+            off, on_server = _both(stack, [arguments(False), arguments(True)], sides.command)
+        else:
+            off, on_server = (
+                stack.enter_context(local_server(arguments(on), command=sides.command)) for on in (False, True)
+            )
         yield lambda on: contextlib.nullcontext(on_server if on else off)
 
 
-def run_ab(sides: Sides, loads: Sequence[Load], *, rounds: int, say: Say = lambda _: None) -> AbOutcome:
+def _both(
+    stack: contextlib.ExitStack, arguments: Sequence[Sequence[str]], command: Sequence[str]
+) -> tuple[LocalServer, ...]:
+    """Start servers side by side; where one does not start, the others are ended too."""
+    stack.enter_context(ended_by_sigterm())
+    with ThreadPoolExecutor(len(arguments)) as threads:
+        starting = [local_server(each, command=command) for each in arguments]
+        found = [threads.submit(stack.enter_context, server) for server in starting]
+    return tuple(server.result() for server in found)
+
+
+def run_ab(
+    sides: Sides,
+    loads: Sequence[Load],
+    *,
+    rounds: int,
+    say: Say = lambda _: None,
+    measured: Callable[[AbOutcome, Sequence[Load]], None] = lambda outcome, loads: None,
+) -> AbOutcome:
     """Load both servers in the order off, on, on, off in every round; one warm-up block on each first.
 
-    Raises RuntimeError where a request fails or a server does not start.
+    `measured` is told the outcome so far, and its loads, after each load. Raises RuntimeError where a request fails or
+    a server does not start.
     """
     outcome = AbOutcome()
     with _servers(sides) as lend:
-        for load in loads:
+        for number, load in enumerate(loads, 1):
             outcome.off[load.name], outcome.on[load.name] = [], []
             if not sides.one_at_a_time:
                 for on in (False, True):
@@ -160,6 +185,7 @@ def run_ab(sides: Sides, loads: Sequence[Load], *, rounds: int, say: Say = lambd
                         outcome.ready_s.setdefault(arm, {})[server.process.pid] = server.ready_s
                 outcome.off[load.name].append(collected[False])
                 outcome.on[load.name].append(collected[True])
+            measured(outcome, loads[:number])
     return outcome
 
 

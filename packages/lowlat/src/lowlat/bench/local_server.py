@@ -73,12 +73,12 @@ def local_server(
     `command` may name another server that takes `--port`. Raises ServerStartError where it ends early or is not ready
     within `start_s` seconds.
     """
-    with _ended_by_sigterm():
+    with ended_by_sigterm():
         yield from _run(arguments, start_s, command)
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM unwind this process as Ctrl-C does: otherwise it would end without ending the server."""
     if threading.current_thread() is not threading.main_thread():
         yield

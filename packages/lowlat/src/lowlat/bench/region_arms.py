@@ -188,12 +188,18 @@ def mark_device_step(marks: Marks, runner: Any) -> None:
     marks.wrap(model, "_layer", "layer")
     marks.wrap(model, "_mlp", "mlp")
     for attribute, name in OPERATIONS.items():
-        marks.wrap(model.ops, attribute, name)
+        if hasattr(model.ops, attribute):
+            marks.wrap(model.ops, attribute, name)
     names = {id(decoder.head): "head"}
     for layer in decoder.layers:
         names |= {id(getattr(owner, attribute)): name for owner, attribute, name in _projections(layer)}
-    marks.wrap(model.ops, "product", lambda x_RI, linear: names[id(linear)])
-    marks.wrap(model.ops, "add_norm_product", lambda x, residual, norm, eps, linear, *_, **__: names[id(linear)])
+
+    def weights_region(*arguments: Any, **keywords: Any) -> str:
+        given = (id(argument) for argument in (*arguments, *keywords.values()))
+        return next((names[identity] for identity in given if identity in names), "product")
+
+    for attribute in ("product", "add_norm_product"):
+        marks.wrap(model.ops, attribute, weights_region)
 
 
 class GraphArm:

@@ -33,6 +33,8 @@ class Marks:
     def __init__(self) -> None:
         self.enabled = True
         self._undo: list[Callable[[], None]] = []
+        self._wrapped: list[str] = []
+        """Regions of calls under way, innermost last."""
 
     def region(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Mark what runs inside as region `name`; regions nest."""
@@ -40,12 +42,22 @@ class Marks:
 
     def wrap(self, owner: Any, attribute: str, name: str | Callable[..., str]) -> None:
         """Mark every call of `owner.attribute` as a region, until `unwrap`. The callable itself is left as it is.
-        `name`: the region's, or what makes it of the call's arguments."""
+
+        `name`: the region's, or what makes it of the call's arguments. Directly inside a region of the same name a call
+        is part of that.
+        """
         original = getattr(owner, attribute)
 
         def marked(*arguments: Any, **keywords: Any) -> Any:
-            with self.region(name if isinstance(name, str) else name(*arguments, **keywords)):
+            region = name if isinstance(name, str) else name(*arguments, **keywords)
+            if self._wrapped and self._wrapped[-1] == region:
                 return original(*arguments, **keywords)
+            self._wrapped.append(region)
+            try:
+                with self.region(region):
+                    return original(*arguments, **keywords)
+            finally:
+                self._wrapped.pop()
 
         setattr(owner, attribute, marked)
         self._undo.append(lambda: setattr(owner, attribute, original))

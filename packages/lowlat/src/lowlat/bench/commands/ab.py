@@ -15,14 +15,14 @@ from lowlat.bench.commands.common import (
     Folder,
     Save,
     Weights,
-    end_progress,
     finish,
     numbers,
     plain_errors,
     random_weights,
     say,
 )
-from lowlat.bench.results import Simulated, new_result, slug
+from lowlat.bench.results import Result, Simulated, default_directory, new_result, slug
+from lowlat.bench.results import save as write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +78,7 @@ def ab(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of off, on, on, off.")] = 3,
     serve_args: Annotated[str, typer.Option("--serve-args", help="Further arguments of both servers, quoted.")] = "",
     one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Start a server for each block.")] = False,
+    together: Annotated[bool, typer.Option("--together", help="Start both servers at the same time.")] = False,
     least_covered: Annotated[float, typer.Option("--least-covered", help="Least fraction of steps by kernels.")] = 0.5,
     acceptance: Annotated[
         bool,
@@ -103,15 +104,29 @@ def ab(
         name = arm or kernels or "lowlat-nvidia"
         on = ("--low-latency", "require", "--kernels", kernels) if kernels else ("--low-latency", "auto")
         shared = ("--model", model, *extra)
-        sides = measure.Sides(shared=shared, on=on, on_arm=name, one_at_a_time=one_at_a_time)
+        sides = measure.Sides(shared=shared, on=on, on_arm=name, one_at_a_time=one_at_a_time, together=together)
         subject = "requests" if preset == "8k1k" and (input_tokens, output_tokens) != (8192, 1024) else preset
-        outcome = measure.run_ab(sides, loads, rounds=rounds, say=say)
-        end_progress()
-        measure.check_covered(outcome, least_covered)
+        simulation = Simulated(weights=simulated, acceptance=acceptance)
+        saved: list[pathlib.Path] = []
+
+        def result_of(outcome: measure.AbOutcome, done: Sequence[Load]) -> Result:
+            measure.check_covered(outcome, least_covered)
+            result = new_result(slug("ab", subject, pathlib.Path(model).name), simulated=simulation)
+            note = measure.busy_note(os.getloadavg()[0], os.cpu_count() or 1) if hasattr(os, "getloadavg") else ""
+            result.rows = measure.ab_rows(outcome, sides, done, note)
+            return result
+
+        def keep(outcome: measure.AbOutcome, done: Sequence[Load]) -> None:
+            """Write what there is after each load, so that an end by force loses the last one alone."""
+            if save:
+                result = result_of(outcome, done)
+                for path in saved:
+                    path.unlink()
+                saved[:] = [write(result, results or default_directory())]
+
+        outcome = measure.run_ab(sides, loads, rounds=rounds, say=say, measured=keep)
+        result = result_of(outcome, loads)
         print(f"kernels computed {outcome.covered.share:.1%} of the low-latency server's steps", file=sys.stderr)
-        result = new_result(
-            slug("ab", subject, pathlib.Path(model).name), simulated=Simulated(weights=simulated, acceptance=acceptance)
-        )
-        note = measure.busy_note(os.getloadavg()[0], os.cpu_count() or 1) if hasattr(os, "getloadavg") else ""
-        result.rows = measure.ab_rows(outcome, sides, loads, note)
-        finish(result, as_json=as_json, save_it=save, folder=results)
+        finish(result, as_json=as_json, save_it=False, folder=None)
+        for path in saved:
+            print(f"wrote {path}", file=sys.stderr)
