@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 import torch
@@ -19,7 +20,7 @@ from lowlat.engine import build
 from lowlat.engine.config import EngineConfig
 from lowlat.offline import Engine, SamplingParams
 from lowlat.platform.cpu import CpuPlatform
-from lowlat_plugin import DeviceLimits, Registry, StepInputs
+from lowlat_plugin import BuildContext, DeviceLimits, Mode, Plan, Registry, Shape, StepInputs, decode_shapes
 
 WIDTHS = frozenset({1, 2, 3})
 MODES = {
@@ -41,18 +42,25 @@ class DeviceKernel(TorchKernel):
 
     table_rows = True
     fails_at = -1
+    fails_verified = -1
     steps = 0
     by_row = 0
     asked = 0
+    verified = 0
+
+    def probe(self, context: BuildContext) -> Plan:
+        verify = {Shape(Mode.VERIFY, count, rows) for rows in context.limits_widths for count in range(1, rows)}
+        return Plan(decode_shapes(context.limits_widths) | (verify if context.tokens_per_request > 1 else set()))
 
     def forward(self, step: StepInputs) -> torch.Tensor:
+        type(self).verified += step.mode is Mode.VERIFY
         if step.table_rows_Q is not None:
             type(self).by_row += 1
             step.page_table_QP = step.page_table_QP[step.table_rows_Q.long()]
         # Whoever makes tables over all slots leaves entries of others beyond a request's own.
         logits_RV = super().forward(step)
         type(self).steps += 1
-        self.failed = 0 <= self.fails_at <= self.steps
+        self.failed = 0 <= self.fails_at <= self.steps or 0 <= self.fails_verified < self.verified
         if self.failed:
             logits_RV[:, 0] = float("nan")
         self._greedy = torch.full_like(step.token_ids_R, -1) if self.failed else logits_RV.argmax(-1)
@@ -95,10 +103,15 @@ class Made:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str | None, **settings: Any) -> None:
         registry = Registry()
         if kernel is not None:
-            spec = zoo_spec(kernel, devices={"*": DeviceLimits(WIDTHS)}, implementation=f"{__name__}:{kernel}")
+            spec = zoo_spec(
+                kernel,
+                devices={"*": DeviceLimits(WIDTHS)},
+                implementation=f"{__name__}:{kernel}",
+                accepts={"speculative.verify": 1, "speculative.ragged": 1},
+            )
             registry.register(spec, "zoo")
         monkeypatch.setattr(lowlat_plugin, "discover", lambda: registry)
-        monkeypatch.setattr(build, "select", lambda device: KeepingPlatform())
+        monkeypatch.setattr(build, "select", lambda *_: KeepingPlatform())
         mode = "require" if kernel else "off"
         config = EngineConfig(
             model=str(path), max_batch=4, max_context=128, kv_tokens=512, page_size=4, threads=1, run_ahead=2,
@@ -122,9 +135,11 @@ def make(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: list[Made] = []
     for kernel in (DeviceKernel, ThrowingKernel):
         monkeypatch.setattr(kernel, "fails_at", -1, raising=False)
+        monkeypatch.setattr(kernel, "fails_verified", -1, raising=False)
         monkeypatch.setattr(kernel, "steps", 0, raising=False)
         monkeypatch.setattr(kernel, "by_row", 0, raising=False)
         monkeypatch.setattr(kernel, "asked", 0, raising=False)
+        monkeypatch.setattr(kernel, "verified", 0, raising=False)
 
     def one(kernel: str | None, **settings: Any) -> Made:
         made.append(Made(model, monkeypatch, kernel, **settings))
@@ -177,6 +192,30 @@ def test_a_step_that_fails_runs_again_on_the_general_path(make: Any, kernel: str
     said = "block 7 gave up waiting" if kernel == "DeviceKernel" else "the launch was refused"
     assert any(said in str(reason) for reason in low.report().reasons)
     assert kernels.answer(2, modes) == expected[:2], "the engine goes on"
+
+
+REPEATING = [[3, 14, 15, 9, 26, 5] * 4, [2, 7, 1, 8, 2, 8] * 3 + [2, 7]]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "drawn", "ruled"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_guesses_are_checked_on_the_library(make: Any, mode: str, fails: bool) -> None:
+    """Prompts that repeat themselves, so that there are guesses; steps that fail run again with their guesses."""
+    sampling = [msgspec.structs.replace(MODES[mode], max_tokens=24)] * 2
+    expected = [one.token_ids for one in make(None).engine.generate(REPEATING, sampling)]
+    kernels = make("DeviceKernel", spec="ngram", spec_width=3)
+    assert kernels.runner.verifier is not None
+    DeviceKernel.verified = 0
+    if fails:
+        DeviceKernel.fails_verified = 2
+    # One by one: two requests of three rows are wider than the library goes.
+    found = [kernels.engine.generate([prompt], sampling[:1])[0].token_ids for prompt in REPEATING]
+    assert found == expected
+    counts = kernels.counts()
+    assert DeviceKernel.verified > 2
+    assert (counts.get(("general", "failed"), 0) > 3) == fails
+    assert counts["plugin", "covered"] >= 3
+    assert kernels.engine.generate(REPEATING, sampling)[1].token_ids == expected[1]
 
 
 def test_a_model_whose_logits_are_nan_is_not_the_librarys_fault(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

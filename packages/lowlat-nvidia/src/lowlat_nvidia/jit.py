@@ -112,6 +112,8 @@ class Function:
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
         driver, _ = _bindings()
         self._driver = driver
+        error, self._context = driver.cuCtxGetCurrent()
+        _check(driver, error, "cuCtxGetCurrent")
         error, self._module = driver.cuModuleLoadData(cubin)
         _check(driver, error, "cuModuleLoadData")
         error, self._function = driver.cuModuleGetFunction(self._module, name.encode())
@@ -122,7 +124,14 @@ class Function:
         self._shared = shared_bytes
 
     def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:
-        """One cooperative launch with a single parameter, a structure passed by value. Capturable in graphs."""
+        """One cooperative launch with a single parameter, a structure passed by value. Capturable in graphs.
+
+        A thread that has not touched the device yet gets the context in which the kernel was loaded.
+        """
+        error, current = self._driver.cuCtxGetCurrent()
+        if int(error) or not int(current):
+            (error,) = self._driver.cuCtxSetCurrent(self._context)
+            _check(self._driver, error, "cuCtxSetCurrent")
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         (error,) = self._driver.cuLaunchCooperativeKernel(
             self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.addressof(pointers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowlat_plugin import Bound, Condition, DeviceLimits, KernelSpec, Metric, Mode, Numerics, Requirements
 
-# The general path in bfloat16 is itself 5e-3 to 1e-2 from float32 on random weights, and so is the kernel, on its own.
+# Bounds of the deepest model that was measured, 36 layers; `DenseKernel.numerics` narrows them for others.
 DENSE = KernelSpec(
     name="dense-hopper",
     description="Llama, Qwen2 and Qwen3 decode and verify steps in one persistent launch, bfloat16, 1 to 8 rows",
@@ -30,7 +30,7 @@ DENSE = KernelSpec(
     ),
     accepts={"deterministic": 1, "grammar": 1, "speculative.ragged": 1, "speculative.verify": 1},
     numerics=Numerics(
-        bounds={"logits": Bound(Metric.RELATIVE, 1.4e-2), "kv": Bound(Metric.RELATIVE, 1.4e-2)}, tie_margin=0.1
+        bounds={"logits": Bound(Metric.RELATIVE, 8.8e-2), "kv": Bound(Metric.RELATIVE, 0.108)}, tie_margin=0.1
     ),
     implementation="lowlat_nvidia.dense.kernel:DenseKernel",
     example="lowlat_nvidia.dense.example:small_qwen3",

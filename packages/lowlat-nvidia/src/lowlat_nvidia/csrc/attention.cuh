@@ -134,8 +134,8 @@ DEV void look_up(const Params& p, const Shared& s, Cursor& at, int lane) {
   at.where = lane < 8 && token < min(k.end[at.row], k.cached[at.row]) ? slot_of(p, s, at.row, token) : -1;
 }
 // Fills a unit with 16-byte copies; tokens that are not cached become zeros. Fast, but loads return in order within a
-// multiprocessor: what is polled for waits behind these. PLAIN_COPIES does the same by loads and stores, for racecheck,
-// which does not see that copies without a wait are done when their barrier is.
+// multiprocessor: what is polled for waits behind these. PLAIN_COPIES does the same by loads and stores, and every
+// lane says for itself that it has read a unit, for tools that know of no other way.
 DEV void copy_pieces(const Params& p, u32 to, const u8* keys, const u8* values, long head, int where, u32 full, int lane) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; i++) {
@@ -193,7 +193,7 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
   // other block is waited for.
   const int tokens = s.control.end[0] - s.control.begin[0];
-  const bool patient = p.rows == 1 && tokens <= 2 * STRIPE;
+  const bool patient = !PLAIN_COPIES && p.rows == 1 && tokens <= 2 * STRIPE;
   const int lead = tokens <= STRIPE ? UNITS : max(1, UNITS / 2);  // layers that the ring holds
   const int end = runs(p, 2) ? end_layer(p) : 0;
   const u64 policy = read_once_policy();
@@ -356,7 +356,7 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
       wait_barrier(c, shared_address(&c.s.unit_full[c.warp][ahead.slot]), ahead.phase, 9);
       const u32 seen = attend(c, query, row, base, ahead.slot, acc);
       __syncwarp();
-      if (c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[c.warp][ahead.slot])));
+      if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[c.warp][ahead.slot])));
       if (++ahead.slot == UNITS) { ahead.slot = 0; ahead.phase ^= 1; }
       base += STRIPE;
       if (base >= end) break;

@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   if (thread == 0) s.progress = alone(p) ? LAYERS : 0;
   if (thread < WARPS * UNITS) {
     barrier_init(shared_address(&s.unit_full[0][0] + thread), 32);
-    barrier_init(shared_address(&s.unit_empty[0][0] + thread), 1);
+    barrier_init(shared_address(&s.unit_empty[0][0] + thread), PLAIN_COPIES ? 32 : 1);
   }
 #pragma unroll 1
   for (int i = thread; i < WARPS * UNITS * UNIT / 16; i += THREADS + COPY_THREADS)

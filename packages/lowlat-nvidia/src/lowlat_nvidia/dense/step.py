@@ -157,6 +157,8 @@ class DenseStep:
         `next_token_R` is -1 where a row's greatest logit is no finite number. A step that fails, and all after it until
         `reset`, leave -1 for every row, and NaN in every row's first logit; `error` says why.
         """
+        if self.plan.alone:
+            raise ValueError("a step that can run stages alone is run by dense.alone")
         parameters = self.parameters(step)
         self.function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
         return self.logits_RV[: len(step.tokens_R)] if step.logits_RV is None else step.logits_RV

@@ -19,14 +19,18 @@ from lowlat_plugin.facts import EngineFacts
 from lowlat_plugin.host import Host
 from lowlat_plugin.install import LowLatency, Policy, State
 from lowlat_plugin.kernel import BuildContext, Plan, offers
+from lowlat_plugin.numerics import measure
 from lowlat_plugin.reasons import Code, DeadlineExceeded, Refused
 from lowlat_plugin.registry import Candidate, Registry
 from lowlat_plugin.routing import Path
 from lowlat_plugin.shadow import Shadow
-from lowlat_plugin.spec import KernelSpec, Mode
+from lowlat_plugin.spec import Bound, KernelSpec, Metric, Mode
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+STRICT_RELATIVE = Bound(Metric.RELATIVE, 0.0)
 
 
 class CheckResult(msgspec.Struct, frozen=True):
@@ -131,6 +135,35 @@ def _outputs(candidate: Candidate) -> str:
     _expect(len(low.results) == len(_proved(low)), "not every shape was measured")
     low.close()
     return "; ".join(str(max(group, key=_distance)) for group in _by_output(worst))
+
+
+@_check
+def _precision(candidate: Candidate) -> str:
+    """In a 16-bit type the kernels' logits are no farther from those of float32 than the general path's are."""
+    import torch
+
+    case = load_case(candidate.spec)
+    host = _host(case)
+    if case.dtype == "float32":
+        raise Skipped("the example computes in float32")
+    if not isinstance(host, ReferenceHost):
+        raise Skipped("the example brings its own engine")
+    wide = {name: tensor.float() for name, tensor in case.weights.items()}
+    exact = type(host)(dataclasses.replace(case, dtype="float32", weights=wide))
+    low = _installed(candidate, host, prove=False)
+    shape = _widest_decode(low)
+    with torch.inference_mode():
+        shadow = Shadow(host, [shape], seed=7)
+        step = shadow._without_nan(shadow.step(shape))
+        for mine, theirs in zip(exact.layers, host.layers, strict=True):
+            mine.k_SHD.copy_(theirs.k_SHD)
+            mine.v_SHD.copy_(theirs.v_SHD)
+        truth = exact.general(step).logits_RV
+        general = measure("logits", STRICT_RELATIVE, truth, host.general(step).logits_RV).measured
+        kernels = measure("logits", STRICT_RELATIVE, truth, low.forward(step)).measured
+    low.close()
+    _expect(kernels <= general, f"{kernels:.3g} from float32, the general path {general:.3g}")
+    return f"{kernels:.3g} from float32, the general path {general:.3g}"
 
 
 @_check

@@ -126,17 +126,15 @@ class DeviceRunner:
         self.host.learn(plan)
         slots = [chunk.slot for chunk in plan.chunks] + plan.decodes
         before = {slot: self._lengths[slot] for slot in slots}
-        if plan.chunks or self.kernels is None:
-            if self.host.kernel_steps is not None:
-                self.host.kernel_steps.count(plan)
-            if plan.chunks:
-                pending = self._launch_chunks(plan)
-            elif self.verifier is not None:
-                pending = self._launch_checks(plan, self.verifier)
-            else:
-                pending = self._launch_decodes(plan)
+        if self.host.kernel_steps is not None and (plan.chunks or self.kernels is None):
+            self.host.kernel_steps.count(plan)
+        if plan.chunks:
+            pending = self._launch_chunks(plan)
+        elif self.verifier is not None:
+            pending = self._launch_checks(plan, self.verifier)
         else:
-            pending = self._try_kernels(plan, self.kernels) or self._launch_decodes(plan)
+            kernels = self.kernels
+            pending = (kernels and self._try_kernels(plan, kernels)) or self._launch_decodes(plan)
         while self._in_flight and self._in_flight[0].pending.known:
             self._in_flight.popleft()
         self._in_flight.append(Flight(plan, before, pending))
@@ -145,23 +143,29 @@ class DeviceRunner:
     def use_kernels(self, low: LowLatency, modes: list[SamplingMode]) -> None:
         """Let a library that was proven compute the decode steps that it covers; captures them in these modes."""
         self.kernels = DeviceKernels(low, self._state, self.model.ops)
-        with torch.inference_mode():
-            for size in self.kernels.sizes(self._most):
-                for mode in modes:
-                    try:
-                        self._prepare_kernels(self.kernels, size, mode)
-                    except StepFailed:
-                        return  # the library is disabled, and has said why
+        try:
+            with torch.inference_mode():
+                if self.verifier is not None:
+                    self.verifier.use_kernels(self.kernels, self._sizes(), modes)
+                else:
+                    for size in self.kernels.sizes(self._most):
+                        for mode in modes:
+                            self._prepare_kernels(self.kernels, size, mode)
+        except StepFailed:
+            return  # the library is disabled, and has said why
         low.recheck()
+
+    def _sizes(self) -> list[int]:
+        """Padded numbers of requests, the largest first."""
+        return sorted({padded_requests(requests, self._most) for requests in range(1, self._most + 1)}, reverse=True)
 
     def prepare(self, modes: list[SamplingMode]) -> None:
         """Capture the decode steps of every size in these modes, so that no request waits for it."""
-        sizes = {padded_requests(requests, self._most) for requests in range(1, self._most + 1)}
         with torch.inference_mode():
             if self.verifier is not None:
-                self.verifier.prepare(sorted(sizes, reverse=True), modes)
+                self.verifier.prepare(self._sizes(), modes)
                 return
-            for size in sorted(sizes, reverse=True):
+            for size in self._sizes():
                 for mode in modes:
                     self._prepare(size, mode)
 
@@ -245,7 +249,19 @@ class DeviceRunner:
         for slot in slots:
             self._flying[slot] += checks.width
         longest = max(self._lengths[slot] + self._flying[slot] for slot in slots)
-        checked = verifier.run(slots, size, checks, self._mode(slots), longest, forced)
+        step = (slots, size, checks, self._mode(slots), longest, forced)
+        checked, again = None, None
+        if self.kernels is not None:
+            route = self.kernels.route(plan, size, checks.width)
+            if route.kernels:
+                try:
+                    checked, again = verifier.run(*step, on_kernels=True), self._run_again
+                except StepFailed:
+                    log.warning("step %d runs on the general path", plan.step)
+                    route = FAILED
+            self.kernels.low.counters.add(route)
+        if checked is None:
+            checked = verifier.run(*step)
         observers = [self.host.observer(slot) for slot in slots]
 
         def done(bursts: list[list[int]], rows: list[int]) -> tuple[float, float]:
@@ -259,7 +275,7 @@ class DeviceRunner:
             return speculation.time_step(launched, size, checks.width)
 
         wanted = [setting.logprobs for setting in settings]
-        return PendingChecks(plan.step, checked, slots, wanted, self.device, done)
+        return PendingChecks(plan.step, checked, slots, wanted, self.device, done, again)
 
     def _room(self, slot: int) -> int:
         """Rows that a request may have in a step."""
@@ -331,6 +347,11 @@ class DeviceRunner:
         before: dict[int, int] = {}
         for flight in reversed(flights):
             before |= flight.lengths
+        if self.verifier is not None:
+            # Lengths are those of the steps whose results are known: before the one that failed.
+            before = {slot: self._lengths[slot] for slot in before}
+            for slot in before:
+                self._flying[slot] = 0
         slots = list(before)
         for slot, length in before.items():
             self._lengths[slot] = length

@@ -13,6 +13,8 @@ import msgspec
 import torch
 
 from lowlat.cache.layout import KVPool
+from lowlat.engine.batch import StepPlan
+from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import PendingStep, fetch
 from lowlat.engine.device_sampler import Samples, SamplingMode, choose
 from lowlat.engine.device_speculation import Checks, DeviceSpeculation
@@ -54,6 +56,26 @@ class Verifier:
         self._given: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         """By requests and width: guesses of the host, pinned, and their copy on the device; counts come first."""
         self._forced_B: dict[int, torch.Tensor] = {}
+        self.kernels: DeviceKernels | None = None
+        """Where a kernel library computes forwards."""
+
+    def use_kernels(self, kernels: DeviceKernels, sizes: list[int], modes: list[SamplingMode]) -> None:
+        """Let a proven library compute the forwards that it covers: captures those bodies and measures them. Raises
+        `StepFailed`."""
+        self.kernels = kernels
+        for size in sizes:
+            times = self.speculation.times.get(size)
+            seconds = {} if times is None else {width: times(width) for width in self.speculation.widths}
+            covered = [width for width in self.speculation.widths if self._covered(size, width)]
+            for width in covered:
+                for mode in modes:
+                    self._prepare(size, width, mode, on_kernels=True)
+                seconds[width] = min(self._time(size, width, modes[0], on_kernels=True) for _ in range(_MEASURED))
+            if covered and seconds:
+                self.speculation.times[size] = StepTimes(seconds)
+
+    def _covered(self, size: int, width: int) -> bool:
+        return self.kernels is not None and self.kernels.route(StepPlan(0, [], [], [], []), size, width).kernels
 
     def prepare(self, sizes: list[int], modes: list[SamplingMode]) -> None:
         """Capture the bodies of these sizes and measure them."""
@@ -66,45 +88,61 @@ class Verifier:
             self.speculation.times[size] = StepTimes(seconds)
 
     def run(
-        self, slots: list[int], size: int, checks: Checks, mode: SamplingMode, longest: int, forced: list[int] | None
+        self,
+        slots: list[int],
+        size: int,
+        checks: Checks,
+        mode: SamplingMode,
+        longest: int,
+        forced: list[int] | None,
+        *,
+        on_kernels: bool = False,
     ) -> Checked:
-        """Queue a step of these slots. `longest`: tokens that none exceeds after it. `forced`: tokens that count."""
+        """Queue a step of these slots. `longest`: tokens that none exceeds after it. `forced`: tokens that count.
+
+        Raises `StepFailed` with `on_kernels`; nothing has advanced then.
+        """
         width = checks.width
-        self._prepare(size, width, mode)
+        self._prepare(size, width, mode, on_kernels=on_kernels)
         self._lists.send(size, slots)
         if checks.proposals is not None:
             self._give(size, width, checks.proposals)
         if forced is not None:
             padded = forced + [0] * (size - len(slots))
             self._forced_B[size].copy_(to_device(padded, torch.int64, self._state.device), non_blocking=True)
-        checked: Checked = self._bodies.run(*self._body(size, width, mode, longest))
+        checked: Checked = self._bodies.run(*self._body(size, width, mode, longest, on_kernels))
         return checked
 
-    def _body(self, size: int, width: int, mode: SamplingMode, longest: int) -> tuple[Hashable, Callable[[], Checked]]:
-        return ("checks", size, width, mode), lambda: self._check(size, width, mode, longest)
+    def _body(
+        self, size: int, width: int, mode: SamplingMode, longest: int, on_kernels: bool
+    ) -> tuple[Hashable, Callable[[], Checked]]:
+        kernels = self.kernels if on_kernels else None
+        return ("checks", size, width, mode, on_kernels), lambda: self._check(size, width, mode, longest, kernels)
 
-    def _prepare(self, size: int, width: int, mode: SamplingMode) -> None:
+    def _prepare(self, size: int, width: int, mode: SamplingMode, *, on_kernels: bool = False) -> None:
+        if on_kernels and self.kernels is not None:
+            self.kernels.reserve(size, width)
         if (size, width) not in self._given:
             zeros = torch.zeros(size * width, dtype=torch.int64)
             on_gpu = self._state.device.type == "cuda"
             self._given[size, width] = (zeros.pin_memory() if on_gpu else zeros, zeros.to(self._state.device))
         if size not in self._forced_B:
             self._forced_B[size] = torch.zeros(size, dtype=torch.int64, device=self._state.device)
-        key, body = self._body(size, width, mode, width)
+        key, body = self._body(size, width, mode, width, on_kernels)
         if not self._bodies.knows(key):
             self._lists.pad(size)
             self._bodies.prepare(key, body)
 
-    def replay(self, size: int, mode: SamplingMode, width: int = 1) -> None:
+    def replay(self, size: int, mode: SamplingMode, width: int = 1, *, on_kernels: bool = False) -> None:
         """Queue a prepared step on padding, for measurements."""
         self._lists.pad(size)
-        self._bodies.run(*self._body(size, width, mode, width))
+        self._bodies.run(*self._body(size, width, mode, width, on_kernels))
 
-    def _time(self, size: int, width: int, mode: SamplingMode) -> float:
+    def _time(self, size: int, width: int, mode: SamplingMode, *, on_kernels: bool = False) -> float:
         """Seconds of a step, on padding."""
         clock, device = self.speculation.clock, self._state.device
         started = clock()
-        self.replay(size, mode, width)
+        self.replay(size, mode, width, on_kernels=on_kernels)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return max(1e-9, clock() - started)
@@ -116,16 +154,21 @@ class Verifier:
         numbers[: len(proposals)] = [min(len(of.tokens), width - 1) for of in proposals]
         numbers[size : size + len(proposals) * (width - 1)] = [token for row in tokens for token in row]
 
-    def _check(self, size: int, width: int, mode: SamplingMode, longest: int) -> Checked:
+    def _check(self, size: int, width: int, mode: SamplingMode, longest: int, kernels: DeviceKernels | None) -> Checked:
         """The body."""
         state, ops, slots_B = self._state, self._model.ops, self._lists.tensor(size)
         guesses_BG, counts_B = self._guesses(size, width, mode, longest)
         rows = ops.begin_rows(slots_B, state.slots, guesses_BG, counts_B)
-        batch = RowSegments(
-            rows.slots_B, rows.first_B, rows.rows_B, rows.lengths_B, most_rows=width, longest=longest, tight=True
-        )
-        logits_RV = self._model.forward(self._step(rows, batch), self._kv)
-        samples = choose(logits_RV, rows.slots_R, rows.next_R, state, mode, ops, guesses_BG)
+        samples = None
+        if kernels is not None:
+            logits_RV, samples = kernels.verify(slots_B, rows, width, mode)
+        else:
+            batch = RowSegments(
+                rows.slots_B, rows.first_B, rows.rows_B, rows.lengths_B, most_rows=width, longest=longest, tight=True
+            )
+            logits_RV = self._model.forward(self._step(rows, batch), self._kv)
+        if samples is None:
+            samples = choose(logits_RV, rows.slots_R, rows.next_R, state, mode, ops, guesses_BG)
         forced_B = self._forced_B[size] if self.speculation.simulated is not None else None
         result_BX = ops.accept(samples.tokens_M, rows, slots_B, state.slots, guesses_BG, forced_B)
         if mode.rules:
@@ -182,6 +225,7 @@ class PendingChecks(PendingStep):
         wanted: list[int],
         device: torch.device,
         done: Callable[[list[list[int]], list[int]], tuple[float, float]],
+        again: Callable[[PendingStep], bool] | None = None,
     ) -> None:
         """As `PendingStep`. `done` hears of every slot's tokens and rows, and says what `StepResult.spent` and `plain`
         are."""
@@ -189,15 +233,17 @@ class PendingChecks(PendingStep):
         self._result_BX = fetch(checked.result_BX, len(slots))
         self._rows = checked.result_BX.shape[1] - 2
         samples = checked.samples if checked.samples.chosen_M is not None else None
-        super().__init__(step, samples, slots, wanted, device, lambda tokens: None, rows=self._rows)
+        super().__init__(step, samples, slots, wanted, device, lambda tokens: None, again=again, rows=self._rows)
 
-    def _read(self) -> StepResult:
+    def _read(self) -> StepResult | None:
         bursts, rows, bad = [], [], []
         for slot, (count, of_request, *tokens) in zip(self._slots, self._result_BX.tolist(), strict=True):
             bursts.append(tokens[: max(0, count)])
             rows.append(of_request)
             if count < 0:
                 bad.append(slot)
+        if bad and self._again is not None and self._again(self):
+            return None
         spent, plain = self._told(bursts, rows)
         tokens = [token for burst in bursts for token in burst]
         logprobs = None
