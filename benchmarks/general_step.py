@@ -2,8 +2,8 @@
 
     python benchmarks/general_step.py
 
-takes about five minutes on an H200 (an estimate: it has not run on a GPU yet). Three arms share the weights and the
-memory of the cache, and are measured in alternation:
+takes a few minutes on an H200, most of them for compiling (`--compiled 1,1024` compiles for one user and short contexts
+only). Three arms share the weights and the memory of the cache, and are measured in alternation:
 
 - `general`: the engine in this process, with scheduler, sampling and run-ahead; a sample is the time between two
   steps' tokens.
@@ -15,7 +15,7 @@ A kernel library's arm (`--arms lowlat-nvidia,...`) is the same engine with the 
 same requests; its row's details hold the time of the library's forward alone, replayed as a graph.
 
 Contexts are not computed: cached prefixes are declared and their keys and values drawn at random. The file is written
-again after every model.
+again after every case.
 
 Legend of shape suffixes: B requests (one row each), H hidden, N query heads, K KV heads, D head dimension, L tokens.
 """
@@ -78,6 +78,8 @@ class Options(msgspec.Struct, frozen=True):
     steps: int
     ceiling_gb: float | None
     sampling: str = "greedy"
+    compiled: tuple[int, int] = (1 << 30, 1 << 30)
+    """Most requests, and longest context, of cases with the compiled arm."""
 
     @property
     def library(self) -> str | None:
@@ -309,7 +311,7 @@ def measure_case(engine: Engine, batch: int, context: int, options: Options) -> 
         arms[options.library] = lambda: case.decode(options.steps, kernels=True)
     if "torch-eager-graph" in options.arms:
         arms["torch-eager-graph"] = torch_arm(engine, batch, context, options, compiled=False)
-    if "torch-compile" in options.arms:
+    if "torch-compile" in options.arms and batch <= options.compiled[0] and context <= options.compiled[1]:
         arms["torch-compile"] = torch_arm(engine, batch, context, options, compiled=True)
     measured = alternate(arms, options.rounds)
     follow_up = case.follow_up()
@@ -360,7 +362,7 @@ def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling:
 
 
 def run(options: Options, directory: Path) -> Path:
-    """Measure everything; returns the file, which is written again after every model."""
+    """Measure everything; returns the file, which is written again after every case."""
     ceiling = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
     print(f"read ceiling {ceiling.tb_s} TB/s ({ceiling.method})", flush=True)
     gpus = int(options.device == "cuda")
@@ -376,13 +378,13 @@ def run(options: Options, directory: Path) -> Path:
             for batch in options.batches:
                 print(f"{model}, {batch} requests, context {context}", flush=True)
                 result.rows += rows_of(engine, batch, context, options, ceiling)
+                if path is not None:
+                    path.unlink()
+                path = save(result, directory)
         del engine
         torch._dynamo.reset()
         if gpus:
             torch.cuda.empty_cache()
-        if path is not None:
-            path.unlink()
-        path = save(result, directory)
     assert path is not None
     return path
 
@@ -399,6 +401,9 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="steps in one measurement; a round holds two of each arm")
     parser.add_argument("--sampling", default="greedy", choices=list(SAMPLING), help="of the engine's arms")
+    parser.add_argument(
+        "--compiled", help="most requests, and longest context, that torch-compile runs for; default: all"
+    )
     parser.add_argument("--ceiling-gb", type=float)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args(arguments)
@@ -414,6 +419,9 @@ def main(arguments: list[str] | None = None) -> Path:
         got.ceiling_gb,
         got.sampling,
     )
+    if got.compiled:
+        requests, context = map(int, got.compiled.split(","))
+        options = msgspec.structs.replace(options, compiled=(requests, context))
     turns = (1 + (options.library is not None)) * (2 * options.rounds + 1) * (options.steps + 4) + 8
     if turns > ANSWER:
         parser.error(f"{turns} steps of a case, and its requests have {ANSWER} tokens: fewer --rounds or --steps")

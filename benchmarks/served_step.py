@@ -2,8 +2,8 @@
 
     python benchmarks/served_step.py
 
-writes a folder with random weights, decodes in process, starts `lowlat serve` twice, the first time without compiled
-kernels from earlier runs, and decodes over HTTP. One user, greedy, the same prompt of token ids everywhere.
+writes a folder with random weights, starts `lowlat serve` twice, the first time without compiled kernels from earlier
+runs, decodes over HTTP and then in process, there also while another request's prompt is computed. One user, greedy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from lowlat.bench.local_server import local_server
 from lowlat.bench.presets import find_shape
 from lowlat.bench.random_model import make_folder
 from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.stats import percentile
 from lowlat.engine.build import build_engine
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.core import EngineCore
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.models.loading.checkpoint import open_checkpoint
 
 CONTEXT = 1024
 TOKENS = 400
+PREFILL = 8000
 SETTINGS = {"device": "cuda", "max_batch": 8, "kv_tokens": 65536, "run_ahead": 2, "low_latency": "off"}
 
 
@@ -37,9 +40,8 @@ def prompt(turn: int) -> list[int]:
     return [(turn * 101 + place * 31) % 5000 + 3 for place in range(CONTEXT)]
 
 
-def in_process(config: EngineConfig, rounds: int) -> list[float]:
+def in_process(core: EngineCore, rounds: int) -> list[float]:
     """Microseconds a token of each round."""
-    core, _, _ = build_engine(config, lambda *_: None)
     results = []
     for turn in range(rounds + 1):
         sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
@@ -50,8 +52,30 @@ def in_process(config: EngineConfig, rounds: int) -> list[float]:
                 times.append(time.perf_counter())
         assert len(times) == TOKENS
         results.append((times[-1] - times[0]) / (TOKENS - 1) * 1e6)
-    core.close()
     return results[1:]
+
+
+def gaps_beside_a_prefill(core: EngineCore) -> list[float]:
+    """Microseconds between a stream's tokens while another request's prompt is computed."""
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    core.submit(GenerateRequest(id="stream", prompt_ids=prompt(200), sampling=sampling))
+    gaps: list[float] = []
+    last, seen, turns = 0.0, False, 0
+    while not seen:
+        outputs = {output.id for output in core.turn()}
+        seen = "other" in outputs
+        if "stream" in outputs:
+            now, turns = time.perf_counter(), turns + 1
+            if turns > 50:
+                gaps.append((now - last) * 1e6)
+            last = now
+            if turns == 50:
+                other = [(place * 37) % 5000 + 3 for place in range(PREFILL)]
+                core.submit(GenerateRequest(id="other", prompt_ids=other, sampling=SamplingParams(max_tokens=1)))
+    core.abort("stream")
+    while core.has_work:
+        core.turn()
+    return gaps
 
 
 def over_http(url: str, model: str, rounds: int) -> list[float]:
@@ -117,8 +141,15 @@ def main() -> None:
             add(f"{got.model}, warm start", "ready_ms", [server.ready_s * 1e3], note)
             samples = over_http(server.url, str(folder), got.rounds)
             add(f"{got.model} over HTTP", "step_us", samples, f"{TOKENS} tokens streamed to a client of localhost")
-        samples = in_process(EngineConfig(model=str(folder), **settings), got.rounds)
+        core, _, _ = build_engine(EngineConfig(model=str(folder), **settings), lambda *_: None)
+        samples = in_process(core, got.rounds)
         add(f"{got.model} in process", "step_us", samples, f"{TOKENS} tokens, scheduler and run-ahead included")
+        gaps = gaps_beside_a_prefill(core)
+        core.close()
+        note = f"gaps of one user's tokens from the submission of another's {PREFILL} tokens to its first token"
+        add(f"{got.model} in process, beside a prefill", "step_us", gaps, note)
+        rows[-1].details = {"p99_us": round(percentile(gaps, 0.99), 1)}
+        print(rows[-1].details, flush=True)
     result.rows = rows
     print(save(result, got.results or default_directory()))
 
