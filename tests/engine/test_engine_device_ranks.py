@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from lowlat.engine import build, ranks
-from lowlat.engine.device_runner import DeviceExecutor, DeviceRunner
+from lowlat.engine.device_executor import DeviceExecutor
+from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.executor import ExecutorError
 from lowlat.engine.request import SamplingParams
 from lowlat.engine.setup_error import SetupError

@@ -12,7 +12,8 @@ from lowlat.cache.prefix import PrefixCache
 from lowlat.cache.windows import WindowPages
 from lowlat.engine.batch import PlanLimits
 from lowlat.engine.core import EngineCore
-from lowlat.engine.device_runner import DeviceExecutor, DeviceRunner
+from lowlat.engine.device_executor import DeviceExecutor
+from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.executor import Executor, ThreadExecutor
 from lowlat.engine.graphs import EagerBodies, StepBodies
 from lowlat.engine.request import GenerateRequest, RequestOutput, SamplingParams

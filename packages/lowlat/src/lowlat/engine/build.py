@@ -20,7 +20,8 @@ from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.device_build import device_runner, prepare, use_kernels
-from lowlat.engine.device_runner import DeviceExecutor, DeviceRunner
+from lowlat.engine.device_executor import DeviceExecutor
+from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.drafts import open_draft
 from lowlat.engine.executor import Executor, ThreadExecutor
 from lowlat.engine.grammar_gate import GrammarGate

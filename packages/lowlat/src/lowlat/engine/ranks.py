@@ -20,7 +20,8 @@ import torch
 
 from lowlat.engine.batch import PlanLimits, StepPlan, decode_plan, encode_plan
 from lowlat.engine.config import EngineConfig
-from lowlat.engine.device_runner import DeviceExecutor, DeviceRunner
+from lowlat.engine.device_executor import DeviceExecutor
+from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.executor import Executor, ExecutorError, StepResult
 from lowlat.parallel.group import TorchGroup
 from lowlat.parallel.ring import PlanRing, RingError
