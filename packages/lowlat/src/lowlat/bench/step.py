@@ -187,14 +187,18 @@ def _measured(
     """Rows of every case; a DeepSeek-V4.1 without a folder is written for as long as that takes."""
     with contextlib.ExitStack() as stack:
         folder = options.model_folder
-        if folder is None and isinstance(shape, FolderShape) and set(options.arms) - {"read-floor"}:
+        others = [arm for arm in options.arms if arm != "read-floor"]
+        if isinstance(shape, FolderShape) and options.device != "cpu":
+            unavailable.update(dict.fromkeys(others, f"{shape.name} is computed on CPUs only: use --device cpu"))
+            return []
+        if folder is None and isinstance(shape, FolderShape) and others:
             from lowlat.bench.random_v41 import make_v41
 
             say(f"writing {shape.name} with random weights")
             try:
                 folder = stack.enter_context(make_v41(options.model, options.layers, options.seed))
             except ArmUnavailableError as error:
-                unavailable.update({arm: str(error) for arm in options.arms if arm != "read-floor"})
+                unavailable.update(dict.fromkeys(others, str(error)))
                 return []
         return [
             row for case in _cases(options, shape, folder) for row in _rows_of_case(options, case, say, unavailable)
