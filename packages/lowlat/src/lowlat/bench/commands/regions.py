@@ -68,6 +68,8 @@ def regions(
         v41 = model in V41_NAMES
         if draft and not v41:
             raise ValueError(f"--draft: {model} has no draft of its own; {' and '.join(V41_NAMES)} do")
+        if v41 and place != "cpu":
+            raise ValueError(f"{model} is computed on CPUs only: add --device cpu")
         random = model_folder is None
         with contextlib.ExitStack() as stack:
             if v41 and random:
