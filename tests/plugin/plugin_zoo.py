@@ -74,6 +74,13 @@ def zoo_case(seed: int = 0, **changes: Any) -> Case:
     return Case(zoo_spec(), config, llama_weights(config, seed), "x86-64", **(fields | changes))
 
 
+def narrow_case(seed: int = 0) -> Case:
+    """The same in bfloat16."""
+    case = zoo_case(seed, dtype="bfloat16")
+    case.weights = {name: tensor.to(torch.bfloat16) for name, tensor in case.weights.items()}
+    return case
+
+
 def llama_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -200,6 +207,35 @@ class OutOfBounds(TorchKernel):
 class NeverRight(TorchKernel):
     def forward(self, step: StepInputs) -> torch.Tensor:
         return super().forward(step) + 1
+
+
+class Coarse(TorchKernel):
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        return (super().forward(step) * 4).round() / 4
+
+
+class ChoosesOthers(TorchKernel):
+    """Its logits are right, its greedy tokens are those of the row before."""
+
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        logits = super().forward(step)
+        self.tokens = logits.argmax(-1).roll(1) + (len(logits) == 1)
+        return logits
+
+    def greedy(self) -> torch.Tensor:
+        return self.tokens
+
+
+class FailsOnTheDevice(TorchKernel):
+    """Its forward returns, and what it launched fails after that."""
+
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        logits = super().forward(step)
+        logits[:, 0] = float("nan")
+        return logits
+
+    def fault(self) -> Exception | None:
+        return RuntimeError("block 3 gave up waiting")
 
 
 class WrongSlot(TorchKernel):

@@ -13,7 +13,7 @@ from plugin_zoo import candidate, llama_weights, meeting_case, zoo_case
 
 from lowlat_plugin import Registry
 from lowlat_plugin.conformance import CHECKS, ReferenceHost, run_check, run_checks
-from lowlat_plugin.spec import Mode
+from lowlat_plugin.spec import Mode, Requirements
 from lowlat_plugin.steps import StepInputs
 
 
@@ -21,10 +21,19 @@ from lowlat_plugin.steps import StepInputs
 def test_working_kernels_pass_every_check(kernel):
     results = {result.check: result for result in run_checks(candidate(kernel))}
     assert set(results) == set(CHECKS)
-    assert {r.check for r in results.values() if r.status == "skipped"} == {"deadline"}
+    assert {r.check for r in results.values() if r.status == "skipped"} == {"deadline", "precision"}
     failed = [r for r in results.values() if r.status == "failed"]
     assert not failed, failed
     assert "logits" in results["outputs"].detail
+
+
+@pytest.mark.parametrize(("kernel", "status"), [("TorchKernel", "passed"), ("Coarse", "failed")])
+def test_kernels_in_16_bits_are_no_farther_from_float32_than_the_general_path(kernel, status):
+    """The zoo's kernels compute in float32 on a cache in bfloat16; one rounds its logits to a few bits."""
+    requires = Requirements(dtypes=frozenset({"bfloat16"}))
+    result = run_check(candidate(kernel, example="plugin_zoo:narrow_case", requires=requires), "precision")
+    assert result.status == status, result
+    assert "from float32, the general path" in result.detail
 
 
 def test_two_ranks_that_wait_for_one_another_meet_their_deadline():

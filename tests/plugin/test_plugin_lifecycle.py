@@ -79,6 +79,8 @@ def test_off_touches_nothing():
         ("WordyGuard", Code.LIBRARY),
         ("CoversTooMuch", Code.BAD_PLAN),
         ("NeverRight", Code.NUMERICS),
+        ("ChoosesOthers", Code.NUMERICS),
+        ("FailsOnTheDevice", Code.RAISED),
         ("ForgetsKV", Code.NUMERICS),
         ("ReadsBeyondLength", Code.NUMERICS),
         ("WrongSlot", Code.KV_WRITE),
