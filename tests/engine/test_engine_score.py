@@ -66,6 +66,52 @@ def test_the_query_alone_stays_in_the_cache():
     assert core.scheduler.stats.cached_tokens == 16
 
 
+def test_requests_of_one_query_that_come_together_compute_it_once():
+    core, device = make_core(pages=200, chunk_tokens=64, max_batch=8, max_context=200)
+    query = [n % 10 for n in range(130)]
+    requests = [score_request(f"s{n}", query, [[n], [1, 2, 3]]) for n in range(6)]
+    plain = make_request("plain", [n % 7 for n in range(30)], 4)
+    for request in [*requests, plain]:
+        core.submit(request)
+    check_scores(core, device, [*requests, plain])
+    # The query once; of the others, what its last page has not.
+    assert device.rows == 130 + 6 * 4 + 5 * 2 + 30 + 3
+
+
+TOKENS_OF_ONE = [n % 10 for n in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("second", "rows"),
+    [
+        ({"prompt": [*TOKENS_OF_ONE[:80], 7, 7]}, 100 + 2),
+        ({"prompt": TOKENS_OF_ONE}, 100 + 4),
+        ({"prompt": [*TOKENS_OF_ONE[:62], 7, 7]}, 100 + 64),  # too little to wait for
+        ({"prompt": TOKENS_OF_ONE, "cache_salt": "other"}, 200),
+        ({"prompt": TOKENS_OF_ONE, "priority": 1}, 200),  # waits for no one below it
+        ({"prompt": TOKENS_OF_ONE, "prompt_logprobs": 0}, 200),  # wants rows that a cache has not
+    ],
+)
+def test_who_waits_for_a_prefix(second, rows):
+    core, device = make_core(pages=100, chunk_tokens=50, max_context=120)
+    core.submit(make_request("first", TOKENS_OF_ONE, 1))
+    core.turn()
+    core.submit(make_request("second", max_tokens=1, **second))
+    drain(core, device)
+    assert device.rows == rows
+
+
+def test_nobody_waits_for_one_that_is_gone():
+    core, device = make_core(pages=100, chunk_tokens=10, max_context=120)
+    core.submit(make_request("first", TOKENS_OF_ONE, 1))
+    core.submit(make_request("second", TOKENS_OF_ONE, 1))
+    core.turn()
+    assert core.scheduler.refresh_stats().waiting == 1
+    core.abort("first")
+    drain(core, device)
+    assert core.scheduler.stats.finished == 1
+
+
 def test_a_whole_query_of_whole_pages_is_found():
     core, device = make_core(page_size=4)
     for name in "ab":
@@ -138,10 +184,17 @@ ITEMS = st.lists(st.lists(TOKENS, min_size=1, max_size=9), min_size=1, max_size=
     st.booleans(),
     st.integers(0, 6),
     st.sampled_from([0, 0, 1, 5]),
+    st.sampled_from([1, 5, 64]),
 )
 def test_any_mixture_of_scores_and_answers(
-    scored, plain, page_size, chunk_tokens, run_ahead, prefix_cache, turns, window
+    scored, plain, page_size, chunk_tokens, run_ahead, prefix_cache, turns, window, worth
 ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowlat.engine.scheduler.WORTH_WAITING", worth)
+        check_mixture(scored, plain, page_size, chunk_tokens, run_ahead, prefix_cache, turns, window)
+
+
+def check_mixture(scored, plain, page_size, chunk_tokens, run_ahead, prefix_cache, turns, window):
     core, device = make_core(
         pages=80 // page_size,
         page_size=page_size,

@@ -130,6 +130,13 @@ class ActiveRequest:
         return [] if self.spoiled else self.tokens[: min(self.filled, self.shareable)]
 
     @property
+    def shared_limit(self) -> int:
+        """Most tokens that may come from the prefix cache; 0 where prompt tokens are still to be scored."""
+        if self.scored < self.prompt_tokens - 1:
+            return 0
+        return (len(self.tokens) if self.score is None else self.score.reusable) - 1
+
+    @property
     def places(self) -> int:
         """Places for keys and values that the tokens so far need."""
         return len(self.tokens) if self.score is None else self.score.places
@@ -148,6 +155,17 @@ class ActiveRequest:
             return []
         known = range(self.scored + 1, self.prompt_tokens)
         return [self.tokens[place] if place in known else -1 for place in range(start + 1, end + 1)]
+
+
+def common_tokens(one: list[int], other: list[int], known: int, limit: int) -> int:
+    """Tokens that two lists have in common from the start, at most `limit`; the first `known` are."""
+    if one[known:limit] == other[known:limit]:
+        return min(limit, len(one), len(other))
+    low, high = known, limit
+    while low + 1 < high:  # the first `low` are the same, of the first `high` some are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low
 
 
 class Launch:

@@ -16,7 +16,7 @@ from collections import deque
 from lowlat.cache.pages import OutOfPagesError
 from lowlat.cache.prefix import Lease, PrefixCache
 from lowlat.cache.rules import PrefillRules
-from lowlat.engine.active import ActiveRequest, Launch
+from lowlat.engine.active import ActiveRequest, Launch, common_tokens
 from lowlat.engine.answer import extend_answer
 from lowlat.engine.batch import PlanLimits, Replay, StepPlan
 from lowlat.engine.executor import StepResult
@@ -27,6 +27,8 @@ from lowlat.engine.step_writer import StepWriter
 from lowlat.grammars.matcher import GrammarLine
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
+WORTH_WAITING = 64
+"""Tokens of a prefix that another request is computing, from which on it is waited for."""
 
 
 class Scheduler:
@@ -294,12 +296,17 @@ class Scheduler:
     def _admit(self, plan: StepPlan, launch: Launch, rows: int) -> None:
         """Start waiting requests while there are slots, pages for their whole prompts, and rows in this step."""
         page_budget = self.limits.page_budget - sum(len(pages) for _, _, pages in plan.pages)
+        held: list[ActiveRequest] = []
         while self._waiting and self._slots and rows > 0:
             active = self._waiting[0]
             if active.ended:
                 heapq.heappop(self._waiting)
                 continue
             lease = self._lease(active)
+            if self._comes_soon(active, lease):
+                self.cache.end(lease, [])
+                held.append(heapq.heappop(self._waiting))
+                continue
             missing = self.cache.missing(lease, active.places)
             start = active.next_row(lease.start)
             end = self._writer.chunk_end(active, start, rows)
@@ -308,7 +315,7 @@ class Scheduler:
             fits = (self.cache.make_room if idle else self.cache.fits)(lease, active.places)
             if not fits or len(lease.pages) + missing > page_budget or end == start:
                 self.cache.end(lease, [])
-                return
+                break
             self.cache.extend(lease, active.places)
             page_budget -= len(lease.pages)
             heapq.heappop(self._waiting)
@@ -320,6 +327,26 @@ class Scheduler:
                 before = active.tokens[max(0, start - self.rules.replay_history) : start]
                 plan.replays.append(Replay(active.slot, start, lease.cached_tokens, before))
             rows -= self._writer.add_chunk(active, plan, launch, end)
+        for active in held:
+            heapq.heappush(self._waiting, active)
+
+    def _comes_soon(self, waiting: ActiveRequest, lease: Lease) -> bool:
+        """Whether a running request is computing a prefix that `waiting` would otherwise compute too (decision 0112)."""
+        if not self.cache.enabled or self.cache.snapshots is not None or waiting.shared_limit <= lease.cached_tokens:
+            return False
+        for active in self._running:
+            end = min(active.prefill_end, active.shareable)
+            if active.filled >= end or active.order[0] > waiting.order[0]:
+                continue  # shared already, or of a lower priority, so that it may take long
+            if active.request.cache_salt != waiting.request.cache_salt:
+                continue
+            common = common_tokens(active.tokens, waiting.tokens, lease.cached_tokens, min(end, waiting.shared_limit))
+            common -= common % self.cache.page_size
+            saved, later = common - lease.cached_tokens, end - common
+            # With windows, a prefix can be gone on from at the end of what was shared only.
+            if saved >= WORTH_WAITING and later <= (saved if self.cache.windows is None else self.cache.page_size):
+                return True
+        return False
 
     def _start(self, active: ActiveRequest, lease: Lease) -> None:
         """Give an admitted request its slot."""
