@@ -132,13 +132,14 @@ def test_kernels_that_start_early_read_what_was_written_before():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (16, 8, 128), (9, 3, 64)])
 @pytest.mark.parametrize("norms", [False, True])
-def test_rope_and_write(heads, kv_heads, dim, norms, dtype):
+@pytest.mark.parametrize("rows", [11, 50])
+def test_rope_and_write(rows, heads, kv_heads, dim, norms, dtype):
     from lowlat.layers.device_reference import ReferenceOps
     from lowlat.layers.device_step import DeviceStep
     from lowlat.layers.rope import Rope
     from lowlat.layers.triton.rope_write import rope_write
 
-    rows, slots = 11, torch.randperm(64, device="cuda")[:11]
+    slots = torch.randperm(64, device="cuda")[:rows]
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim, device="cuda").to(dtype)
     rope = Rope(dim, 500000.0, 4096, None, torch.device("cuda"))
     positions = torch.randint(0, 4096, (rows,), device="cuda")

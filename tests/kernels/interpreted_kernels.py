@@ -107,19 +107,19 @@ def test_experts(rows, hidden, inner, kind, biases):
 
 
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rows"), [(4, 2, 8, 5), (3, 1, 24, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rows"), [(4, 2, 8, 5), (3, 1, 24, 1), (8, 4, 24, 40)])
 def test_rope_and_write(heads, kv_heads, dim, rows, norms):
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim)
     rope = Rope(dim, 10000.0, 64, None, torch.device("cpu"))
-    slots = torch.randperm(16)[:rows]
+    slots = torch.randperm(48)[:rows]
     step = DeviceStep(torch.zeros(rows), torch.randint(0, 64, (rows,)), slots, [], slots, 1, None)
     given = (torch.randn(dim), torch.randn(dim), 1e-6) if norms else None
-    pools = [torch.full((16, kv_heads, dim), float("nan")) for _ in range(4)]
+    pools = [torch.full((48, kv_heads, dim), float("nan")) for _ in range(4)]
     queries = rope_write(qkv, pools[0], pools[1], step.positions_R, slots, rope.tables, given)
     close(queries, REFERENCE.rope_write(qkv, pools[2], pools[3], step, rope.tables, given))
     for mine, theirs in ((pools[0], pools[2]), (pools[1], pools[3])):
         close(mine[slots], theirs[slots])
-        others = torch.ones(16, dtype=torch.bool).index_fill_(0, slots, False)
+        others = torch.ones(48, dtype=torch.bool).index_fill_(0, slots, False)
         assert mine[others].isnan().all(), "a slot of nobody's was written"
 
 
@@ -138,6 +138,7 @@ CASES = [
     ([7], [7], 4, 2, 16, 3, 0, False),
     ([200, 13, 0], [5, 11, 2], 4, 2, 16, 16, 0, True),
     ([150, 41], [23, 2], 2, 2, 16, 5, 20, False),
+    ([500], [20], 1, 1, 16, 16, 400, False),
 ]
 
 

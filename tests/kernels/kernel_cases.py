@@ -89,7 +89,7 @@ def item_segments(length: int, rows: int, items: list[int]) -> tuple[int, list[i
     """The places before a segment's items, and where each row's own begins; the whole segment where it has none."""
     start = length - rows
     if not items:
-        return max(0, start), [max(0, start)] * rows
+        return length, [length] * rows
     done = max(0, sum(items) - rows)
     prefix = length - sum(items)
     plain = rows - sum(items) if not done else 0

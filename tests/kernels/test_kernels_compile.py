@@ -77,7 +77,8 @@ def attend_arguments(
         "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": group, "DIM": dim, "PAGE": 16, "SINKS": False,
         "ITEMS": kind == "items", "SINGLE": most_rows == 1,
         "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
-        "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft", "EARLY": lanes == 32,
+        "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
+        "SIFTED": kind != "draft" and most_rows > shape.block_q, "EARLY": lanes == 32,
     }  # fmt: skip
     return types, constants, shape
 
@@ -160,17 +161,27 @@ def test_small_kernels_fit(target, tmp_path):
             rope_write.rope_write_kernel,
             dict.fromkeys(["qkv_ptr", "q_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr"], bf16)
             | {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": floats, "sin_ptr": floats, "eps": "fp32"},
-            {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128, "EARLY": False},
-            1,
+            {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128, "EARLY": False, "BLOCK_Y": 8},
+            4,
         ),
         (
             attention.combine_kernel,
             dict.fromkeys(["first_ptr", "rows_ptr", "lengths_ptr"], integers)
-            | {"partial_ptr": floats, "sums_ptr": floats, "sinks_ptr": bf16, "out_ptr": bf16, "segments": "i32"},
+            | {"partial_ptr": floats, "sums_ptr": floats, "sinks_ptr": bf16, "out_ptr": bf16},
             {
                 "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": 4, "DIM": 128, "SINKS": True, "BLOCK_Q": 1,
-                "BLOCK_M": 16, "BLOCK_L": 64, "BLOCK_D": 128, "MIN_CHUNK": 64, "BLOCK_S": 64, "BLOCK_B": 16,
-                "SINGLE": False, "EARLY": False,
+                "BLOCK_M": 16, "BLOCK_L": 64, "BLOCK_D": 128, "MIN_CHUNK": 64, "BLOCK_S": 64, "EARLY": False,
+            },
+            4,
+        ),
+        (
+            attention.combine_rows_kernel,
+            dict.fromkeys(["first_ptr", "rows_ptr", "lengths_ptr"], integers)
+            | {"partial_ptr": floats, "sums_ptr": floats, "sinks_ptr": bf16, "out_ptr": bf16, "segments": "i32"},
+            {
+                "WINDOW": 0, "MOST": 17, "KV_HEADS": 8, "GROUP": 4, "DIM": 128, "SINKS": True, "BLOCK_Q": 32,
+                "BLOCK_M": 128, "BLOCK_L": 64, "BLOCK_D": 128, "MIN_CHUNK": 64, "BLOCK_B": 16, "BLOCK_N": 16,
+                "EARLY": False,
             },
             4,
         ),

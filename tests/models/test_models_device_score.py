@@ -86,8 +86,8 @@ def score_step(step: int, slot: int, begins: bool) -> StepPlan:
     query, lengths = random_tokens(9, slot), [3, 1, 4]
     tokens = query + [token for n, length in enumerate(lengths) for token in random_tokens(length, n)]
     chunk = PrefillChunk(slot, 0, tokens, False, [], 0, [11, 12, 16], [LABELS] * 3, ItemRows(9, 0, lengths))
-    pages = list(range(slot * 12, slot * 12 + 12))
-    return StepPlan(step, [(slot, GREEDY)] if begins else [], [(slot, 0, pages)] if begins else [], [chunk], [])
+    pages = [(slot, 0, list(range(slot * 12, slot * 12 + 12)))] if begins else []
+    return StepPlan(step, [(slot, GREEDY)] if begins else [], pages, [chunk], [], windows=pages)
 
 
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Scorer:

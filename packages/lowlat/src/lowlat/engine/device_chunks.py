@@ -9,7 +9,8 @@ Legend of shape suffixes: R rows, B segments of chunks, C segments of decodes (o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -39,6 +40,11 @@ def chunk_rows(count: int) -> int:
     return -(-count // grain) * grain
 
 
+def exact_rows(count: int) -> int:
+    """Rows for a number that comes again and again: what `chunk_rows` adds would be a tenth of a step and more."""
+    return chunk_rows(count) if count <= 128 else -(-count // 128) * 128
+
+
 def decode_rows(count: int, most: int) -> int:
     """Decode rows beside chunks: none, a few, or as many as there may be."""
     return 0 if not count else min(most, 8) if count <= 8 else most
@@ -58,8 +64,15 @@ class ChunkKind(msgspec.Struct, frozen=True):
 class ChunkRows:
     """The rows of a plan as numbers, in the order in which the body takes them apart."""
 
-    def __init__(self, plan: StepPlan, lengths: list[int], padding_slot: int) -> None:
-        """`lengths`: tokens of every slot before the step. The padding slot is the one behind all others."""
+    def __init__(
+        self,
+        plan: StepPlan,
+        lengths: list[int],
+        padding_slot: int,
+        rounded: Callable[[int], int] = chunk_rows,
+    ) -> None:
+        """`lengths`: tokens of every slot before the step. The padding slot is the one behind all others. `rounded`:
+        rows to compute so many rows of chunks with."""
         self._rows: list[tuple[Sequence[int] | np.ndarray, ...]] = []
         self._segments: list[tuple[int, int, int, int, int]] = []
         self._count = 0
@@ -75,12 +88,12 @@ class ChunkRows:
             plan.decodes, list(self.decode_rows), [1] * len(before), [length + 1 for length in before]
         )  # fmt: skip
         self.longest = max([length for *_, length, _ in self._segments] + self._decodes[3].tolist())
-        self.kind = self._pad(padding_slot)
+        self.kind = self._pad(padding_slot, rounded(self.decode_rows.start))
 
     def _add_chunk(self, chunk: PrefillChunk) -> None:
         start, count = chunk.start, len(chunk.tokens)
         places = np.arange(start, start + count)
-        positions, begins = places, np.full(count, start)
+        positions, begins = places, np.full(count, start + count)
         plain = count
         if chunk.items is not None:
             items, lengths = chunk.items, np.asarray(chunk.items.lengths)
@@ -93,13 +106,14 @@ class ChunkRows:
             positions[plain:] = items.query + np.arange(count - plain) - firsts
             self._segments.append((chunk.slot, self._count + plain, count - plain, start + count, items.query))
         if plain:
-            self._segments.append((chunk.slot, self._count, plain, start + plain, start))
+            begins[:plain] = start + plain
+            self._segments.append((chunk.slot, self._count, plain, start + plain, start + plain))
         self._rows.append((chunk.tokens, [chunk.slot] * count, positions, places, begins))
         self._count += count
 
-    def _pad(self, padding_slot: int) -> ChunkKind:
+    def _pad(self, padding_slot: int, rows: int) -> ChunkKind:
         """Round up, and add the segment of padding rows, which see nothing."""
-        rows = chunk_rows(self.decode_rows.start) + self._decodes.shape[1]
+        rows += self._decodes.shape[1]
         extra = rows - self._count
         longest_segment = max(count for _, _, count, _, _ in self._segments)
         if extra:
@@ -129,6 +143,14 @@ class ChunkBodies:
         self._state = state
         self._bodies = bodies
         self._packed: dict[ChunkKind, torch.Tensor] = {}
+        self._counts: Counter[int] = Counter()
+
+    def rounded(self, count: int) -> int:
+        """Rows to compute so many rows of chunks with: a size that was captured at the start, or its own where it comes
+        for the third time."""
+        exact = exact_rows(count)
+        self._counts[exact] += 1
+        return exact if self._counts[exact] > 2 else chunk_rows(count)
 
     def states(self, rows: ChunkRows) -> torch.Tensor:
         """Last states [R, H], ready for the head; the next step of the same kind writes them again."""

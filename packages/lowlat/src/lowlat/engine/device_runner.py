@@ -405,7 +405,7 @@ class DeviceRunner:
     def _launch_chunks(self, plan: StepPlan) -> PendingStep:
         if self.verifier is not None and plan.decodes:
             self._settle()  # where rows stand is told by the host here, and in flight are guesses
-        rows = ChunkRows(plan, self._lengths, self._state.padding_slot)
+        rows = ChunkRows(plan, self._lengths, self._state.padding_slot, self._chunks.rounded)
         touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
         lasts, reads, first = [], [], 0
         for chunk in plan.chunks:

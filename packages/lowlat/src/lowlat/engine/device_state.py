@@ -15,6 +15,7 @@ import torch
 
 from lowlat.cache.layout import KVLayout
 from lowlat.engine.batch import PlanLimits, SlotSampling
+from lowlat.engine.sampler import MIN_TEMPERATURE
 from lowlat.layers.verify import NO_END, SlotTables
 
 
@@ -154,16 +155,22 @@ class DeviceState:
         self.min_p_T = torch.zeros(slots, dtype=torch.float64, device=device)
         self.seed_T = torch.zeros(slots, dtype=torch.int64, device=device)
         self.rules: RuleState | None = None
+        self._settings: dict[int, tuple[float, ...]] = {}
+        """What the tensors of settings hold for each slot."""
 
     def begin(self, slot: int, setting: SlotSampling, has_rules: bool) -> None:
         """A new request takes the slot."""
         seed = setting.seed - (1 << 64) if setting.seed >> 63 else setting.seed
         ends = (setting.end or NO_END, setting.width)
         values = (setting.temperature, setting.top_k, setting.top_p, setting.min_p, seed, *ends)
-        tensors = (self.temperature_T, self.top_k_T, self.top_p_T, self.min_p_T, self.seed_T)
-        where = (*tensors, self.slots.ends_T, self.slots.widths_T)
-        for tensor, value in zip(where, values, strict=True):
-            tensor[slot : slot + 1].fill_(value)
+        if setting.temperature < MIN_TEMPERATURE:
+            values = (0.0, 0, 1.0, 0.0, 0, *ends)  # the others mean nothing to greedy requests
+        if values != self._settings.get(slot):
+            self._settings[slot] = values
+            tensors = (self.temperature_T, self.top_k_T, self.top_p_T, self.min_p_T, self.seed_T)
+            where = (*tensors, self.slots.ends_T, self.slots.widths_T)
+            for tensor, value in zip(where, values, strict=True):
+                tensor[slot : slot + 1].fill_(value)
         if has_rules and self.rules is None:
             self.rules = RuleState(len(self.tokens_T), self._vocabulary, self.device)
         if self.rules is not None:

@@ -331,8 +331,9 @@ class Scheduler:
             heapq.heappush(self._waiting, active)
 
     def _comes_soon(self, waiting: ActiveRequest, lease: Lease) -> bool:
-        """Whether a running request is computing a prefix that `waiting` would otherwise compute too (decision 0112)."""
-        if not self.cache.enabled or self.cache.snapshots is not None or waiting.shared_limit <= lease.cached_tokens:
+        """Whether a running request is computing a prefix that `waiting` would compute too (decision 0111)."""
+        limit = waiting.shared_limit
+        if not self.cache.enabled or self.cache.snapshots is not None or limit - lease.cached_tokens < WORTH_WAITING:
             return False
         for active in self._running:
             end = min(active.prefill_end, active.shareable)
@@ -340,7 +341,7 @@ class Scheduler:
                 continue  # shared already, or of a lower priority, so that it may take long
             if active.request.cache_salt != waiting.request.cache_salt:
                 continue
-            common = common_tokens(active.tokens, waiting.tokens, lease.cached_tokens, min(end, waiting.shared_limit))
+            common = common_tokens(active.tokens, waiting.tokens, lease.cached_tokens, min(end, limit))
             common -= common % self.cache.page_size
             saved, later = common - lease.cached_tokens, end - common
             # With windows, a prefix can be gone on from at the end of what was shared only.

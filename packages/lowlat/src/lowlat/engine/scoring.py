@@ -171,7 +171,7 @@ def request_of(
     return GenerateRequest(
         id=id,
         prompt_ids=sequence.prompt,
-        sampling=SamplingParams(max_tokens=0),
+        sampling=SamplingParams(max_tokens=0, temperature=0.0),
         priority=priority,
         cache_salt=cache_salt,
         arrival=arrival,

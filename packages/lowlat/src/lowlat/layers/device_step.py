@@ -22,8 +22,8 @@ class ItemSegments(msgspec.Struct):
     """What rows see where items stand one behind the other in a request: the tokens before all items, and those of
     their own item up to themselves. Tensors are int32.
 
-    A row at place `p` of its request sees the places before `prefix_B` and those from `begins_R` to `p`. In segments
-    without items both are the place of the segment's first row, which is the same as seeing everything.
+    A row at place `p` of its request sees, up to `p`, the places before `prefix_B` and those from `begins_R` on. In
+    segments without items both are the segment's length, which is the same as seeing everything.
     """
 
     prefix_B: torch.Tensor

@@ -5,7 +5,7 @@ segment has follows from its own rows and length alone, so a row's result does n
 device data, the grid is fixed, and each program finds its items itself: one capture in a graph serves every length.
 
 Items of a segment with one split write the result; the others write partial results with the logarithm of their sum,
-which `combine_kernel` joins in the order of splits: no atomics, the same bits every time.
+which `combine_kernel` or `combine_rows_kernel` joins in the order of splits: no atomics, the same bits every time.
 
 Rows of items (`ItemSegments`) see a prefix and their own item. A block of rows leaves out the tokens between the prefix
 and the first item that it has rows of, so tokens are counted without them; items beside each other in a block are told
@@ -53,6 +53,55 @@ def _splits(
     return blocks, begin, chunk, splits
 
 
+@triton.jit
+def _look(
+    slot_l, seen_l, seen_ok, q, best_m, sum_m, mixed, position_m, begin_m, distance_m, prefix,
+    keys_ptr, values_ptr, kv_head, place_d, scale,
+    MASKED: tl.constexpr, ITEMS: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of tokens `seen_l` in slots `slot_l`, those of `seen_ok`: best scores, sums and mixed values with them.
+    Not `MASKED`: all are there, and every row sees them."""
+    dim_ok = place_d < DIM
+    offset_l = (slot_l * KV_HEADS + kv_head) * DIM
+    key_places = keys_ptr + offset_l[None, :] + place_d[:, None]
+    value_places = values_ptr + offset_l[:, None] + place_d[None, :]
+    if MASKED:
+        keys = tl.load(key_places, mask=dim_ok[:, None] & seen_ok[None, :], other=0.0)
+    elif DIM < BLOCK_D:
+        keys = tl.load(key_places, mask=dim_ok[:, None], other=0.0)
+    else:
+        keys = tl.load(key_places)
+    scores = tl.dot(q, keys, input_precision="ieee") * scale
+    if MASKED:
+        visible = seen_ok[None, :]
+        if not DRAFT:
+            visible = visible & (seen_l[None, :] <= position_m[:, None])
+        if ITEMS:
+            shared = seen_l[None, :] < prefix
+            visible = visible & (shared | (seen_l[None, :] >= begin_m[:, None]))
+            if WINDOW > 0:
+                edge = tl.where(shared, distance_m[:, None], position_m[:, None])
+                visible = visible & (seen_l[None, :] > edge - WINDOW)
+        elif WINDOW > 0 and not DRAFT:
+            visible = visible & (seen_l[None, :] > position_m[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    next_m = tl.maximum(best_m, tl.max(scores, axis=1))
+    # A row that has seen nothing yet must not subtract infinities.
+    base_m = tl.where(next_m == float("-inf"), 0.0, next_m)
+    weights = tl.exp2(scores - base_m[:, None])
+    fade_m = tl.exp2(best_m - base_m)
+    sum_m = sum_m * fade_m + tl.sum(weights, axis=1)
+    if MASKED:
+        values = tl.load(value_places, mask=seen_ok[:, None] & dim_ok[None, :], other=0.0)
+    elif DIM < BLOCK_D:
+        values = tl.load(value_places, mask=dim_ok[None, :], other=0.0)
+    else:
+        values = tl.load(value_places)
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * fade_m[:, None], input_precision="ieee")
+    return next_m, sum_m, mixed
+
+
 @triton.jit(do_not_specialize=["segments"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
@@ -60,7 +109,7 @@ def attend_kernel(
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SINKS: tl.constexpr, ITEMS: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, EARLY: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, SIFTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes items `program_id`, `program_id` + programs, ...; `scale` includes log2(e).
 
@@ -125,6 +174,7 @@ def attend_kernel(
             high = tl.minimum(low + chunk, length)
         else:
             high = tl.minimum(low + chunk, length - rows + tl.minimum((block + 1) * BLOCK_Q, rows))
+        begin_m, distance_m, prefix = position_m, position_m, 0
         if ITEMS:
             prefix = tl.load(prefix_ptr + segment)
             begin_m = tl.load(begins_ptr + first + row_m, mask=row_ok, other=2147483647)
@@ -140,6 +190,22 @@ def attend_kernel(
         best_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         sum_m = tl.zeros([BLOCK_M], tl.float32)
         mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        pages_ptr = table_ptr + slot * table_stride
+        if SIFTED:
+            # Tokens that every row of the block sees, in whole tiles, need no mask.
+            clear = length - rows + block * BLOCK_Q + 1
+            if ITEMS:
+                clear = tl.minimum(clear, prefix)
+            clear = low + tl.maximum(tl.minimum(clear, high) - low, 0) // BLOCK_L * BLOCK_L
+            for start in range(low, clear, BLOCK_L):
+                seen_l = start + place_l
+                slot_l = tl.load(pages_ptr + seen_l // PAGE).to(tl.int64) * PAGE + seen_l % PAGE
+                best_m, sum_m, mixed = _look(
+                    slot_l, seen_l, place_l >= 0, q, best_m, sum_m, mixed, position_m, begin_m, distance_m, prefix,
+                    keys_ptr, values_ptr, kv_head, place_d, scale,
+                    False, False, False, 0, KV_HEADS, DIM, BLOCK_D,
+                )  # fmt: skip
+            low = clear
         for start in range(low, high, BLOCK_L):
             seen_l = start + place_l
             seen_ok = seen_l < high
@@ -148,36 +214,15 @@ def attend_kernel(
             paged_ok = seen_ok
             if DRAFT:
                 paged_ok = seen_l < tl.minimum(high, length - rows)
-            page_l = tl.load(table_ptr + slot * table_stride + seen_l // PAGE, mask=paged_ok, other=0).to(tl.int64)
+            page_l = tl.load(pages_ptr + seen_l // PAGE, mask=paged_ok, other=0).to(tl.int64)
             slot_l = page_l * PAGE + seen_l % PAGE
             if DRAFT:
                 slot_l = tl.where(paged_ok, slot_l, (block_base + first + seen_l - (length - rows)).to(tl.int64))
-            offset_l = (slot_l * KV_HEADS + kv_head) * DIM
-            key_ok = dim_ok[:, None] & seen_ok[None, :]
-            keys = tl.load(keys_ptr + offset_l[None, :] + place_d[:, None], mask=key_ok, other=0.0)
-            scores = tl.dot(q, keys, input_precision="ieee") * scale
-            visible = seen_ok[None, :]
-            if not DRAFT:
-                visible = visible & (seen_l[None, :] <= position_m[:, None])
-            if ITEMS:
-                shared = seen_l[None, :] < prefix
-                visible = visible & (shared | (seen_l[None, :] >= begin_m[:, None]))
-                if WINDOW > 0:
-                    edge = tl.where(shared, distance_m[:, None], position_m[:, None])
-                    visible = visible & (seen_l[None, :] > edge - WINDOW)
-            elif WINDOW > 0 and not DRAFT:
-                visible = visible & (seen_l[None, :] > position_m[:, None] - WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
-            next_m = tl.maximum(best_m, tl.max(scores, axis=1))
-            # A row that has seen nothing yet must not subtract infinities.
-            base_m = tl.where(next_m == float("-inf"), 0.0, next_m)
-            weights = tl.exp2(scores - base_m[:, None])
-            fade_m = tl.exp2(best_m - base_m)
-            sum_m = sum_m * fade_m + tl.sum(weights, axis=1)
-            value_ok = seen_ok[:, None] & dim_ok[None, :]
-            values = tl.load(values_ptr + offset_l[:, None] + place_d[None, :], mask=value_ok, other=0.0)
-            mixed = tl.dot(weights.to(values.dtype), values, mixed * fade_m[:, None], input_precision="ieee")
-            best_m = next_m
+            best_m, sum_m, mixed = _look(
+                slot_l, seen_l, seen_ok, q, best_m, sum_m, mixed, position_m, begin_m, distance_m, prefix,
+                keys_ptr, values_ptr, kv_head, place_d, scale,
+                True, ITEMS, DRAFT, WINDOW, KV_HEADS, DIM, BLOCK_D,
+            )  # fmt: skip
 
         if splits == 1:
             if SINKS:
@@ -195,43 +240,27 @@ def attend_kernel(
             tl.store(sums_ptr + part * 2 + 1, sum_m, mask=place_m < BLOCK_Q * GROUP)
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit
 def combine_kernel(
-    partial_ptr, sums_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr, segments,
+    partial_ptr, sums_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
     WINDOW: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, SINGLE: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row of the step, where its tokens were split; `SINGLE`: segments have one row."""
+    """Segments of one row. One program: one head, all splits at once."""
     if EARLY:
         let_next_start()
         wait_for_previous()
+    segment = tl.program_id(0)
     head = tl.program_id(1)
-    if SINGLE:
-        segment = tl.program_id(0)
-        first = tl.load(first_ptr + segment)
-        row = 0
-    else:
-        every = tl.arange(0, BLOCK_B)
-        first_B = tl.load(first_ptr + every, mask=every < segments, other=0)
-        rows_B = tl.load(rows_ptr + every, mask=every < segments, other=0)
-        mine_B = (first_B <= tl.program_id(0)) & (tl.program_id(0) < first_B + rows_B)
-        segment = tl.sum(tl.where(mine_B, every, 0), axis=0)
-        first = tl.sum(tl.where(mine_B, first_B, 0), axis=0)
-        # A row of no segment lies beyond the rows of all.
-        row = tl.program_id(0) - first + tl.where(tl.sum(mine_B.to(tl.int32), axis=0) == 0, 1 << 30, 0)
     rows = tl.load(rows_ptr + segment)
     length = tl.load(lengths_ptr + segment)
     _blocks, _begin, _chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
-    if (row < rows) & (splits > 1):
-        kv_head = head // GROUP
-        local = row // BLOCK_Q * splits
+    if (rows > 0) & (splits > 1):
         place_s = tl.arange(0, BLOCK_S)
         place_d = tl.arange(0, BLOCK_D)
         split_ok = place_s < splits
-        part_s = ((segment * MOST + local + place_s) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M
-        part_s += row % BLOCK_Q * GROUP + head % GROUP
+        part_s = ((segment * MOST + place_s) * KV_HEADS + head // GROUP).to(tl.int64) * BLOCK_M + head % GROUP
         best_s = tl.load(sums_ptr + part_s * 2, mask=split_ok, other=float("-inf"))
         sum_s = tl.load(sums_ptr + part_s * 2 + 1, mask=split_ok, other=0.0)
         base = tl.max(best_s, axis=0)
@@ -245,8 +274,60 @@ def combine_kernel(
         tile = split_ok[:, None] & (place_d < DIM)[None, :]
         mixed = tl.load(partial_ptr + part_s[:, None] * DIM + place_d[None, :], mask=tile, other=0.0)
         result = tl.sum(mixed * fade_s[:, None], axis=0) / total
-        offset = ((first + row).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
+        offset = (tl.load(first_ptr + segment).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
         tl.store(out_ptr + offset + place_d, result.to(out_ptr.dtype.element_ty), mask=place_d < DIM)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def combine_rows_kernel(
+    partial_ptr, sums_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr, segments,
+    WINDOW: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Segments of many rows, which have few splits. One program: `BLOCK_N` heads of a row of the step, split after
+    split."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    every = tl.arange(0, BLOCK_B)
+    first_B = tl.load(first_ptr + every, mask=every < segments, other=0)
+    rows_B = tl.load(rows_ptr + every, mask=every < segments, other=0)
+    mine_B = (first_B <= tl.program_id(0)) & (tl.program_id(0) < first_B + rows_B)
+    # A row of no segment counts as one beyond the first's.
+    segment = tl.sum(tl.where(mine_B, every, 0), axis=0)
+    row = tl.program_id(0) - tl.sum(tl.where(mine_B, first_B, 0), axis=0)
+    rows = tl.where(tl.sum(mine_B.to(tl.int32), axis=0) > 0, tl.load(rows_ptr + segment), 0)
+    length = tl.load(lengths_ptr + segment)
+    _blocks, _begin, _chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
+    if (row < rows) & (splits > 1):
+        head_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        place_d = tl.arange(0, BLOCK_D)
+        head_ok = head_n < KV_HEADS * GROUP
+        tile = head_ok[:, None] & (place_d < DIM)[None, :]
+        local = row // BLOCK_Q * splits
+        part_n = ((segment * MOST + local) * KV_HEADS + head_n // GROUP).to(tl.int64) * BLOCK_M
+        part_n += row % BLOCK_Q * GROUP + head_n % GROUP
+        base_n = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        total_n = tl.zeros([BLOCK_N], tl.float32)
+        mixed = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        if SINKS:
+            base_n = tl.load(sinks_ptr + head_n, mask=head_ok, other=0.0).to(tl.float32) * 1.4426950408889634
+            total_n += 1.0
+        for _ in range(splits):
+            best_n = tl.load(sums_ptr + part_n * 2, mask=head_ok, other=0.0)
+            sum_n = tl.load(sums_ptr + part_n * 2 + 1, mask=head_ok, other=1.0)
+            more = tl.load(partial_ptr + part_n[:, None] * DIM + place_d[None, :], mask=tile, other=0.0)
+            next_n = tl.maximum(base_n, best_n)
+            # Of a window, a row may have seen nothing in any split so far.
+            level_n = tl.where(next_n == float("-inf"), 0.0, next_n)
+            fade_n, grow_n = tl.exp2(base_n - level_n), tl.exp2(best_n - level_n)
+            total_n = total_n * fade_n + sum_n * grow_n
+            mixed = mixed * fade_n[:, None] + more * grow_n[:, None]
+            base_n = next_n
+            part_n += KV_HEADS * BLOCK_M
+        place = (tl.program_id(0).to(tl.int64) * (KV_HEADS * GROUP) + head_n[:, None]) * DIM + place_d[None, :]
+        tl.store(out_ptr + place, (mixed / total_n[:, None]).to(out_ptr.dtype.element_ty), mask=tile)
 
 
 class AttentionShape(msgspec.Struct, frozen=True):
@@ -321,7 +402,10 @@ def attend(
     size = q_RND.element_size()
     shape = AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
     draft = block_base >= 0
-    most = min(MAX_SPLITS, max(1, -(-programs // kv_heads)))
+    single = segments.most_rows == 1
+    # Splits of many rows write and read more than those of one, so they fill the device half as full.
+    many = segments.most_rows > shape.block_q
+    most = min(MAX_SPLITS, max(1, -(-programs // (2 * kv_heads if many else kv_heads))))
     blocks = -(-segments.most_rows // shape.block_q)
     parts = count * most * kv_heads * shape.block_m
     partial = torch.empty(parts * dim, dtype=torch.float32, device=q_RND.device)
@@ -339,16 +423,19 @@ def attend(
     items = segments.items
     seen = where[:2] if items is None else (items.prefix_B, items.begins_R)
     block_b = max(16, triton.next_power_of_2(count))
-    single = segments.most_rows == 1
     most_items = count * max(most, blocks) * kv_heads
     attend_kernel[(most_items if single else min(programs, most_items),)](
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
         count, table_TP.stride(0), block_base, scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
-        DRAFT=draft,
+        DRAFT=draft, SIFTED=many and not draft and not rule.window,
         BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    if most > 1:
-        combine_kernel[(count if single else total, heads)](
-            partial, sums, *where, sinks, out_RND, count, **common, BLOCK_S=triton.next_power_of_2(most),
-            BLOCK_B=block_b, SINGLE=single, num_warps=4,
-        )  # fmt: skip
+    if most > 1 and single:
+        combine_kernel[(count, heads)](
+            partial, sums, *where, sinks, out_RND, **common, BLOCK_S=triton.next_power_of_2(most), num_warps=4
+        )
+    elif most > 1:
+        block_n = min(16, triton.next_power_of_2(heads))
+        combine_rows_kernel[(total, triton.cdiv(heads, block_n))](
+            partial, sums, *where, sinks, out_RND, count, **common, BLOCK_B=block_b, BLOCK_N=block_n, num_warps=4
+        )

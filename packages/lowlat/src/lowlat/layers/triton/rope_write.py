@@ -6,6 +6,8 @@ dimension, S KV slots, P positions.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -15,25 +17,29 @@ from lowlat.layers.triton import early
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 
+_FEW_ROWS = 16
+
+
 @triton.jit
 def rope_write_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, eps,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_Y: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row."""
+    """One program: `BLOCK_Y` heads of one row, all of them queries, keys or values."""
     if EARLY:
         let_next_start()
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    place = tl.arange(0, BLOCK_D)
-    inside = place < DIM
-    source = qkv_ptr + (row * (QUERY_HEADS + 2 * KV_HEADS) + head) * DIM
+    head = tl.program_id(1) * BLOCK_Y
+    each = tl.arange(0, BLOCK_Y)[:, None] * DIM
+    place = tl.arange(0, BLOCK_D)[None, :]
+    inside = (place < DIM) & (each >= 0)
+    source = qkv_ptr + (row * (QUERY_HEADS + 2 * KV_HEADS) + head) * DIM + each
     x = tl.load(source + place, mask=inside, other=0.0)
     if head >= QUERY_HEADS + KV_HEADS:
         slot = tl.load(slots_ptr + row)
-        tl.store(values_ptr + (slot * KV_HEADS + head - QUERY_HEADS - KV_HEADS) * DIM + place, x, mask=inside)
+        tl.store(values_ptr + (slot * KV_HEADS + head - QUERY_HEADS - KV_HEADS) * DIM + each + place, x, mask=inside)
     else:
         # The other half of the head, which the rotation mixes in.
         other = (place + DIM // 2) % DIM
@@ -41,18 +47,18 @@ def rope_write_kernel(
         swapped = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             norm_ptr = query_norm_ptr if head < QUERY_HEADS else key_norm_ptr
-            inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + eps)
-            wide = wide * inverse * tl.load(norm_ptr + place, mask=inside, other=0.0).to(tl.float32)
-            swapped = swapped * inverse * tl.load(norm_ptr + other, mask=inside, other=0.0).to(tl.float32)
+            inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
+            wide = wide * inverse * tl.load(norm_ptr + place, mask=place < DIM, other=0.0).to(tl.float32)
+            swapped = swapped * inverse * tl.load(norm_ptr + other, mask=place < DIM, other=0.0).to(tl.float32)
         position = tl.load(positions_ptr + row)
-        cos = tl.load(cos_ptr + position * DIM + place, mask=inside, other=0.0)
-        sin = tl.load(sin_ptr + position * DIM + place, mask=inside, other=0.0)
+        cos = tl.load(cos_ptr + position * DIM + place, mask=place < DIM, other=0.0)
+        sin = tl.load(sin_ptr + position * DIM + place, mask=place < DIM, other=0.0)
         turned = (wide * cos + swapped * sin).to(x.dtype)
         if head < QUERY_HEADS:
-            tl.store(q_ptr + (row * QUERY_HEADS + head) * DIM + place, turned, mask=inside)
+            tl.store(q_ptr + (row * QUERY_HEADS + head) * DIM + each + place, turned, mask=inside)
         else:
             slot = tl.load(slots_ptr + row)
-            tl.store(keys_ptr + (slot * KV_HEADS + head - QUERY_HEADS) * DIM + place, turned, mask=inside)
+            tl.store(keys_ptr + (slot * KV_HEADS + head - QUERY_HEADS) * DIM + each + place, turned, mask=inside)
 
 
 def rope_write(
@@ -76,9 +82,12 @@ def rope_write(
     q_RND = qkv_RYD.new_empty(rows, query_heads, dim)
     query_norm_D, key_norm_D, eps = norms if norms is not None else (q_RND, q_RND, 0.0)
     block = triton.next_power_of_2(dim)
-    rope_write_kernel[(rows, heads)](
+    # Few rows want many small programs, many rows few large ones; none has heads of two kinds.
+    common = math.gcd(query_heads, kv_heads)
+    block_y = 1 if rows <= _FEW_ROWS else min(8, common & -common)
+    rope_write_kernel[(rows, heads // block_y)](
         qkv_RYD, q_RND, keys_SKD, values_SKD, positions_R, write_slots_R, *tables, query_norm_D, key_norm_D, eps,
-        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, DIM=dim, NORM=norms is not None, BLOCK_D=block, num_warps=1,
-        EARLY=early_start, **early.launch_options(early_start),
+        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, DIM=dim, NORM=norms is not None, BLOCK_D=block,
+        BLOCK_Y=block_y, num_warps=max(1, block_y // 2), EARLY=early_start, **early.launch_options(early_start),
     )  # fmt: skip
     return q_RND
