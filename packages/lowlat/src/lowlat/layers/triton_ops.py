@@ -22,6 +22,7 @@ from lowlat.layers.triton.experts import ExpertTable
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
+from lowlat.layers.triton.row_product import fits, row_product
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.layers.triton.step import begin_decodes, greedy
 from lowlat.layers.triton.verify import accept, begin_rows
@@ -61,6 +62,9 @@ def _table(products: Sequence[PackedLinear]) -> ExpertTable | None:
     return ExpertTable.of([product.weight_OI for product in plain], [product.bias_O for product in plain])
 
 
+NORM_INSIDE = True
+
+
 class TritonOps:
     """`DeviceOps` on a device with `processors` multiprocessors."""
 
@@ -89,6 +93,11 @@ class TritonOps:
     ) -> torch.Tensor:
         """One product: of few rows by a kernel of ours, otherwise by PyTorch's."""
         result = None
+        if isinstance(linear, CudaLinear) and fits(len(x_RI), linear.weight_OI):
+            return row_product(
+                x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
+                early_start=self._early,
+            )[0]  # fmt: skip
         if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(x_RI.shape[1], norm=False):
             result = product(x_RI, linear.weight_OI, linear.bias_O, early_start=self._early)
         out_RO = linear(x_RI) if result is None else result[0]
@@ -106,8 +115,13 @@ class TritonOps:
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In one kernel for few rows."""
+        first, stream = (residual_RH, None) if x_RH is None else (x_RH, residual_RH)
+        if NORM_INSIDE and isinstance(linear, CudaLinear) and fits(len(residual_RH), linear.weight_OI):
+            return row_product(
+                first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
+                activation=activation, out_dtype=out_dtype, early_start=self._early,
+            )  # fmt: skip
         if isinstance(linear, CudaLinear) and len(residual_RH) <= most_rows(residual_RH.shape[1], norm=True):
-            first, stream = (residual_RH, None) if x_RH is None else (x_RH, residual_RH)
             result = product(
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
                 activation=activation, out_dtype=out_dtype, early_start=self._early,
