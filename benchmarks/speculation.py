@@ -2,9 +2,11 @@
 
 Prompts are conversations of recorded agent sessions, the last three of each folder, in the model's chat template and
 cut to their last tokens. Every prompt is answered by all arms one after the other, in an order that turns, at
-temperature 0 and 0.8 with the same seed. Arms: the general path and lowlat-cpu's kernels, without and with guesses.
+temperature 0 and 0.8 with the same seed. Arms: the general path and lowlat-cpu's kernels, without guesses and with
+those of each proposer; on a GPU the general path alone.
 
     LOWLAT_DATA=... python benchmarks/speculation.py --spec ngram --save
+    LOWLAT_DATA=... python benchmarks/speculation.py --device cuda --spec dspark,ngram --rounds 2 --save
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from pathlib import Path
 import msgspec
 
 from lowlat.bench import results, stats
+from lowlat.engine.device_runner import DeviceExecutor
 from lowlat.engine.request import EngineStats, SamplingParams
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.offline import Engine
+from lowlat.speculative.step_times import StepTimes
 from lowlat.training.texts import Prompts, Texts
 
 
@@ -72,33 +76,50 @@ def prompts_of(folder: Path, model: str, length: int) -> list[tuple[str, list[in
     return found
 
 
+def step_times(engine: Engine) -> StepTimes | None:
+    """What the engine measured of its steps, by rows; None where it checks no guesses."""
+    executor = engine._core.executor
+    if isinstance(executor, DeviceExecutor):
+        verifier = executor._runner.verifier
+        return None if verifier is None else verifier.speculation.times.get(1)
+    speculation = executor._run.__self__.speculation
+    return None if speculation is None else speculation.times
+
+
 def main() -> None:
     """Measure, print, and write a result file if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--spec", default="ngram")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", help="float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--spec", default="ngram", help="proposers, with commas between")
     parser.add_argument("--draft")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--arms", default="general,lowlat-cpu", help="paths to measure")
+    parser.add_argument("--arms", help="paths to measure: general and names of kernel libraries")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     arguments = parser.parse_args()
     data = os.environ.get("LOWLAT_DATA")
     if not data or not Path(data, "traces", "agent").is_dir():
         sys.exit("set LOWLAT_DATA to the folder that holds traces/agent")
     prompts = prompts_of(Path(data, "traces", "agent"), arguments.model, arguments.prompt_tokens)
-    shared = {"model": arguments.model, "dtype": "float32", "threads": 1, "kv_tokens": 16384, "max_batch": 1}
+    on_gpu = arguments.device == "cuda"
+    dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
+    shared = {"model": arguments.model, "device": arguments.device, "dtype": dtype, "threads": 1, "max_batch": 1}
+    shared |= {"kv_tokens": 16384, "run_ahead": 2 if on_gpu else 1}
+    paths = (arguments.arms or ("general" if on_gpu else "general,lowlat-cpu")).split(",")
+    specs = arguments.spec.split(",")
     engines: dict[tuple[str, str], Engine] = {}
-    for path in arguments.arms.split(","):
+    for path in paths:
         low = {"low_latency": "off"} if path == "general" else {"low_latency": "require", "kernels": path}
-        engines[path, "off"] = Engine(**shared, **low)
-        engines[path, arguments.spec] = Engine(spec=arguments.spec, draft=arguments.draft, **shared, **low)
-    for (path, spec), engine in engines.items():
-        table = engine._core.executor._run.__self__.speculation
-        if table is not None:
-            times = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in table.times.table())
-            print(f"{path} {spec}: milliseconds of a step by rows: {times}", file=sys.stderr)
+        for spec in ("off", *specs):
+            draft = None if spec in ("off", "ngram") else arguments.draft
+            engines[path, spec] = Engine(spec=spec, draft=draft, **shared, **low)
+            table = step_times(engines[path, spec])
+            if table is not None:
+                times = ", ".join(f"{rows}: {seconds * 1e3:.2f}" for rows, seconds in table.table())
+                print(f"{path} {spec}: milliseconds of a step by rows: {times}", file=sys.stderr, flush=True)
     samples: dict[tuple[str, str, float], list[Sample]] = {}
     for number, (name, prompt) in enumerate(prompts * arguments.rounds):
         for temperature in (0.0, 0.8):
@@ -111,14 +132,18 @@ def main() -> None:
                 sample = answer(engines[arm], prompt, sampling)
                 samples.setdefault((*arm, temperature), []).append(sample)
             speeds = "  ".join(f"{'/'.join(arm)} {samples[*arm, temperature][-1].speed:.1f}" for arm in engines)
-            print(f"{name} at {temperature:g}: {speeds}", file=sys.stderr)
-    result = results.new_result("speculation", simulated=results.Simulated(weights=False, acceptance=False), gpus=0)
-    shape = {"workload": arguments.model, "dtype": "float32", "output_tokens": arguments.tokens}
+            print(f"{name} at {temperature:g}: {speeds}", file=sys.stderr, flush=True)
+    simulated = results.Simulated(weights=False, acceptance=False)
+    result = results.new_result("speculation", simulated=simulated, gpus=int(on_gpu))
+    shape = {"workload": arguments.model, "dtype": dtype, "output_tokens": arguments.tokens}
     shape["input_tokens"] = arguments.prompt_tokens
-    for path in arguments.arms.split(","):
-        for temperature in (0.0, 0.8):
-            plain, guessing = samples[path, "off", temperature], samples[path, arguments.spec, temperature]
-            result.rows += rows_of(path, arguments.spec, temperature, plain, guessing, shape)
+    for path in paths:
+        for spec in specs:
+            for temperature in (0.0, 0.8):
+                plain, guessing = samples[path, "off", temperature], samples[path, spec, temperature]
+                rows = rows_of(path, spec, temperature, plain, guessing, shape)
+                # The plain arm stands once in the file.
+                result.rows += rows if spec == specs[0] else rows[1:]
     for engine in engines.values():
         engine.close()
     for row in result.rows:

@@ -108,8 +108,8 @@ def row_product(
     out_dtype: torch.dtype | None = None,
     early_start: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `product.product`, of products that `fits`. What is multiplied is rounded to the weight's type, as it is after a
-    norm that stands alone, but the norm's factor for the whole row comes after the sums."""
+    """As `product.product`, of products that `fits`. What is multiplied is rounded to the weight's type, as it is after
+    a norm that stands alone, but the norm's factor for the whole row comes after the sums."""
     rows, width = x_RI.shape
     outputs = len(weight_OI) // (1 if activation is None else 2)
     assert x_RI.is_contiguous()
