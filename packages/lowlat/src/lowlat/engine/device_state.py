@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from lowlat.cache.layout import KVLayout
-from lowlat.engine.batch import PlanLimits, SlotSampling
-from lowlat.engine.sampler import MIN_TEMPERATURE
+from lowlat.engine.batch import MIN_TEMPERATURE, PlanLimits, SlotSampling
 from lowlat.layers.verify import NO_END, SlotTables
 
 
