@@ -4,8 +4,9 @@
 //   attend         rotation of the queries as they are loaded, 128 window entries (FP8) and 512 chosen ones (FP4), sinks,
 //                  inverse rotation
 //   group_project  wo_a of each group of heads
-// Each kernel lets the next one start at once, and loads what does not depend on the one before it (all its weights; all
-// entries but the step's own) before it waits. What an earlier kernel wrote is read through L2: L1 may be older.
+// The first lets the next start once all that came before this chain is done, the others at once: each loads what does
+// not depend on this chain (its weights; all entries but the step's own) before it waits. What an earlier kernel wrote
+// is read through L2: L1 may be older.
 #include "quantised.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -149,9 +150,9 @@ using Down = Product<HIDDEN, DOWN_SPLIT>;
 extern "C" __global__ void __launch_bounds__(THREADS) down_project(const Chain p) {
   extern __shared__ __align__(128) u8 memory[];
   Down::Shared& s = *(Down::Shared*)(memory + Down::BYTES);
-  let_next_kernel_start();
   Down::start(memory, s, p.down, p.down_scales);
   wait_for_earlier_kernel();
+  let_next_kernel_start();  // not before: what the others read early must be older than this chain
   auto load = [&](int row, int k, float(&v)[8]) {
     unpack_bf16(row < p.rows ? __ldcg((const uint4*)(p.x + ((long long)row * HIDDEN + k) * 2)) : make_uint4(0, 0, 0, 0), v);
   };
