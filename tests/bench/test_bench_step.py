@@ -1,4 +1,4 @@
-"""Steps, bytes, ceilings and regions: counts against figures worked out elsewhere and against real tensors."""
+"""Steps, bytes and ceilings: counts against figures worked out elsewhere and against real tensors."""
 
 import json
 import pathlib
