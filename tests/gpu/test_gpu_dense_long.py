@@ -52,16 +52,20 @@ def test_ten_thousand_steps_repeat_bit_for_bit(name: str) -> None:
     assert int(differ) == 0, f"{int(differ)} of {STEPS} steps differ"
 
 
+def sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(found).exists():
+        pytest.skip("compute-sanitizer is not installed")
+    return found
+
+
 def watched(tool: str, *arguments: str) -> str:
     """What compute-sanitizer says of steps of one and of five rows."""
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(sanitizer).exists():
-        pytest.skip("compute-sanitizer is not installed")
     program = [sys.executable, str(Path(__file__).with_name("dense_small.py")), *arguments, "1", "5"]
     # The bindings look up functions that an older driver lacks: those calls fail by design.
     options = ["--tool", tool, "--report-api-errors", "no", "--kernel-name", "kernel_substring=dense_step"]
     env = os.environ | {"LOWLAT_NVRTC_OPTIONS": "--generate-line-info"}
-    done = subprocess.run([sanitizer, *options, *program], capture_output=True, text=True, timeout=600, env=env)
+    done = subprocess.run([sanitizer(), *options, *program], capture_output=True, text=True, timeout=600, env=env)
     assert "5 16 [" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -71,14 +75,24 @@ def test_memcheck_finds_nothing() -> None:
     assert "ERROR SUMMARY: 0 errors" in said, said[-4000:]
 
 
-def test_racecheck_finds_nothing_with_plain_copies() -> None:
+def test_racecheck_finds_nothing_where_every_lane_arrives() -> None:
     said = watched("racecheck", "plain")
     assert "RACECHECK SUMMARY: 0 hazards" in said, said[-4000:]
 
 
-def test_racecheck_doubts_copies_of_the_cache_alone() -> None:
-    """Copies that a barrier waits for without a thread are unknown to it; the protocol is that of plain copies."""
+def test_racecheck_doubts_one_lane_that_arrives_for_its_warp(tmp_path: Path) -> None:
+    """Of an ordinary build it doubts the cache's copies alone; and so it does of two warps that do nothing else."""
     said = watched("racecheck")
     reported = re.findall(r"Race reported between (.*)", said)
     others = [line for line in reported if not ("load_shared" in line or "copy_async" in line)]
     assert not others, said[-4000:]
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    for one in (0, 1):
+        program = tmp_path / f"program{one}"
+        source = Path(__file__).with_name("one_lane_arrives.cu")
+        subprocess.run([nvcc, "-arch=sm_90a", "-lineinfo", f"-DONE={one}", source, "-o", program], check=True)
+        done = subprocess.run([sanitizer(), "--tool", "racecheck", program], capture_output=True, text=True, timeout=60)
+        assert "sum 1144 no error" in done.stdout
+        assert ("Race reported" in done.stdout) == bool(one), done.stdout
