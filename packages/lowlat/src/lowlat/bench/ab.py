@@ -199,10 +199,13 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load], note: str =
 
     `note` is said of every arm's figures and of the speedups.
     """
+    started = "from the process to its first ready answer, polled every 100 ms"
+    if sides.together:
+        started += "; both servers at the same time"
     rows = [
         row_from_samples(
             [round(1e3 * seconds, 1) for seconds in ready.values()], workload="start of the server", arm=arm,
-            metric="ready_ms", note="from the process to its first ready answer, polled every 100 ms",
+            metric="ready_ms", note=started,
         )
         for arm, ready in outcome.ready_s.items()
     ]  # fmt: skip
