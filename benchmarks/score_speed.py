@@ -81,7 +81,7 @@ def make_core(case: Case) -> tuple[EngineCore, ScoreLimits, int]:
         max_context=facts.max_context,
         max_batch=config.max_batch,
         page_size=facts.page_size,
-        chunk_tokens=config.chunk_tokens,
+        chunk_tokens=core.scheduler.chunk_tokens,
         item_tokens=facts.item_tokens,
     )
     return core, limits, facts.vocab_size
@@ -205,6 +205,7 @@ def rows_of(bench: Bench, rounds: Rounds, concurrency: int) -> list[results.Row]
     rows = []
     for (items, arm), of_rounds in rounds.items():
         details: dict[str, int | float | str | bool] = {"items": items, "item_tokens": case.item_tokens}
+        details["chunk_tokens"] = bench.limits.chunk_tokens
         samples = [sample for one_round in of_rounds for sample in one_round]
         name = f"{workload % items}, {arm}"
         details["cpu_ms"] = cpu_ms[items, arm]
