@@ -29,6 +29,9 @@ struct Step {
     const int32_t *query_start, *lengths, *page_table;
     float *const *keys, *const *values;  // one base a layer
     float *logits, *workspace;
+    const int32_t* taps;  // layers, in rising order
+    float* features;      // [rows][tapped * hidden]: the rows' states after each of them
+    int64_t tapped;
 };
 
 // Buffers of one step, carved from the workspace; every row is padded to whole vectors.
@@ -159,6 +162,12 @@ void one_layer(const Model& model, const Step& step, int index, const Buffers& b
     add(b.x, b.normed, b.hidden * rows);
 }
 
+void show(const Model& model, const Step& step, int tap, const Buffers& b) {
+    const size_t hidden = model.hidden;
+    for (int r = 0; r < step.rows; ++r)
+        std::memcpy(step.features + (r * step.tapped + tap) * hidden, b.x + r * b.hidden, hidden * sizeof(float));
+}
+
 void find_entries(const Step& step, const int32_t* table, int64_t count, int64_t* offsets) {
     for (int64_t t = 0; t < count;) {
         int64_t slot = int64_t(table[t / step.page_size]) * step.page_size;
@@ -195,7 +204,10 @@ LOWLAT_CPU_API int64_t lowlat_cpu_workspace(const Model* model, int rows, int64_
 LOWLAT_CPU_API void lowlat_cpu_step(const Model* model, const Step* step, int64_t longest) {
     const Buffers b = carve(*model, step->rows, step->workspace, size_t(longest));
     begin(*model, *step, b);
-    for (int i = 0; i < model->layers; ++i) one_layer(*model, *step, i, b);
+    for (int i = 0, tap = 0; i < model->layers; ++i) {
+        one_layer(*model, *step, i, b);
+        if (tap < step->tapped && step->taps[tap] == i) show(*model, *step, tap++, b);
+    }
     for (int r = 0; r < step->rows; ++r)
         normalise(b.x + r * b.hidden, model->final_norm, model->hidden, model->epsilon, b.normed + r * b.hidden);
     multiply(model->head, b.normed, b.hidden, b.logits, b.vocabulary, step->rows, model->threads);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,10 @@ class LlamaKernel(Kernel):
         floats = self._library.workspace(c.byref(self._model.struct), native.MOST_ROWS, self._longest)
         self._scratch = context.workspace.empty((floats,), torch.float32)
         self._vocabulary = self._model.struct.vocabulary
+        self._taps = (c.c_int32 * len(context.taps))(*context.taps)
+        self._features_width = len(context.taps) * self._model.struct.hidden
+        self._features_RX: torch.Tensor | None = None
+        self._step.taps, self._step.tapped = c.addressof(self._taps), len(context.taps)
 
     def bind(self, binding: Binding) -> None:
         pools = binding.layers
@@ -92,9 +96,15 @@ class LlamaKernel(Kernel):
         struct.lengths = step.lengths_Q.data_ptr()
         struct.page_table = step.page_table_QP.data_ptr()
         struct.logits, struct.logits_stride = logits_RV.data_ptr(), logits_RV.stride(0)
+        if self._features_width:
+            self._features_RX = torch.empty(len(step.token_ids_R), self._features_width)
+            struct.features = self._features_RX.data_ptr()
         assert self._model is not None
         self._library.step(c.byref(self._model.struct), c.byref(struct), self._longest)
         return logits_RV
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        return {} if self._features_RX is None else {"features": self._features_RX}
 
     def close(self) -> None:
         self._model = None

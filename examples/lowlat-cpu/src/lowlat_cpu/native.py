@@ -69,8 +69,11 @@ class Step(c.Structure):
                 "values",
                 "logits",
                 "workspace",
+                "taps",
+                "features",
             )
         ),
+        ("tapped", c.c_int64),
     )
 
 

@@ -18,6 +18,7 @@ CAPABILITIES: dict[str, str] = {
     "expert-rebalancing": "experts move between ranks while serving",
     "grammar": "logits are masked between forward and sampling",
     "hidden-states": "hidden states of the step are returned to the client or to a draft model",
+    "hidden-states.taps": "a step hands over states after chosen layers beside its logits, for a draft model",
     "kv-offload": "KV pages leave the device and come back",
     "kv-quantised": "keys and values are stored in fewer bits than the activations",
     "layer-hooks": "forward hooks, tracing or tensor dumps on inner modules",

@@ -284,6 +284,16 @@ class LowLatency:
         if fault is not None:
             raise self._failed_step(raised(f"{self.kernel.spec.name} on the device", fault)) from fault
 
+    def features(self) -> Tensor:
+        """States of the last `forward`'s rows after the tapped layers, [R, taps * hidden size].
+
+        Raises StepFailed after disabling the kernels if they give none.
+        """
+        found = self._kernel().state().get("features")
+        if found is None:
+            raise self._failed_step(Reason(Code.NUMERICS, "state features", "not given by the kernels", "given"))
+        return found
+
     def _failed_step(self, reason: Reason) -> StepFailed:
         self._failure += (reason,)
         self.state = State.FAILED

@@ -91,6 +91,8 @@ class BuildContext:
 
     Steps never hold more than `max_requests` requests. `tokens_per_request` is how many rows a request has in a verify
     step of this model (1 without speculation), and `deadline_s` the longest that a wait for another rank may take.
+    After every layer in `taps`, in rising order, the states of a step's rows are wanted (capability
+    `hidden-states.taps`): `Kernel.state` gives them as `features`, [R, taps * hidden size], side by side.
     """
 
     facts: EngineFacts
@@ -105,6 +107,7 @@ class BuildContext:
     checkpoint: Path | None = None
     max_requests: int = 8
     tokens_per_request: int = 1
+    taps: tuple[int, ...] = ()
     weights_whole: bool = True
     model: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -186,7 +189,8 @@ class Kernel:
         return {}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Named outputs of the last `forward` beside logits and KV, for the shadow check."""
+        """Named outputs of the last `forward` beside logits and KV: `features` for the host, others for the shadow
+        check."""
         return {}
 
     def refresh(self, context: BuildContext) -> None:

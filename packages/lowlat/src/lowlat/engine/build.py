@@ -175,7 +175,7 @@ def build_rank(
     draft = open_draft(config, checkpoint, model, build)
     width = spec_width(config, model, draft)
     with _refusals():
-        kernels.model_built(model, width)
+        kernels.model_built(model, width, draft.taps if draft is not None else ())
     page_size = config.page_size
     rules = _rules(config, model)
     groups = model.cache_groups()
@@ -234,7 +234,7 @@ def build_rank(
         if kernels.active and isinstance(runner, DeviceRunner):
             progress(0, 0, "capturing kernels")
             use_kernels(runner, kernels.low)
-    host.kernel_steps = KernelSteps(kernels.low, page_size, platform.device)
+    host.kernel_steps = KernelSteps(kernels.low, page_size, platform.device, lambda: getattr(model, "taps", None))
     if width > 1 and runner is host:
         progress(0, 0, "measuring steps")
         host.speculation = make_speculation(config, host, communicator, width, draft)

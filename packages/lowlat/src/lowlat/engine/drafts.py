@@ -42,6 +42,8 @@ class Draft(Protocol):
     """Most guesses that it can make at once."""
     token_bytes: int
     """Bytes of its own that it keeps for every token of the KV pool."""
+    taps: tuple[int, ...]
+    """Layers of the model whose states it looks at."""
 
     def bind(self, runner: ModelRunner) -> Proposer:
         """Make its pools, at the slots of the runner's. Only rank 0's proposes."""
@@ -77,6 +79,7 @@ class _SmallModel:
     """A whole model of the same vocabulary, on rank 0."""
 
     proposals = _MOST_SEQUENTIAL
+    taps: tuple[int, ...] = ()
 
     def __init__(self, path: str, target: Checkpoint, build: BuildContext) -> None:
         try:
@@ -132,6 +135,7 @@ class _TrainedDraft:
             raise SetupError(f"--draft {path}: config.json and model.safetensors do not fit: {reason}") from error
         self._network.requires_grad_(False).eval()
         self.proposals = config.proposals
+        self.taps = config.target_layer_ids
         layout = draft_layout(self._network, 1, 1)
         self.token_bytes = layout.layers * layout.bytes_per_layer
         self._model = model

@@ -47,7 +47,7 @@ def _capabilities(spec: str) -> dict[str, int]:
     if spec == "off":
         return {}
     checks = {"speculative.verify": 1, "speculative.ragged": 1}
-    return checks | {"hidden-states": 1} if spec in ("dflash", "dflash2", "dspark") else checks
+    return checks | {"hidden-states.taps": 1} if spec in ("dflash", "dflash2", "dspark") else checks
 
 
 def weight_formats(checkpoint: Checkpoint) -> frozenset[str]:

@@ -19,6 +19,7 @@ from lowlat.engine.config import EngineConfig
 from lowlat.engine.plugin_facts import engine_facts
 from lowlat.layers.step import Segment, StepInputs
 from lowlat.models.base import Model
+from lowlat.models.decoder import Decoder, Taps
 from lowlat.parallel.group import Communicator
 from lowlat.parallel.shard import Shard
 from lowlat.platform import Platform
@@ -86,6 +87,8 @@ class PluginHost:
         self.model: Model | None = None
         self.width = 1
         """Rows that a request may have in a step."""
+        self.taps: tuple[int, ...] = ()
+        """Layers after which a draft wants to see the states."""
         self._config = config
         self._checkpoint = checkpoint
         self._kv: KVPool | None = None
@@ -114,6 +117,7 @@ class PluginHost:
             checkpoint=Path(source.path),
             max_requests=self._config.max_batch,
             tokens_per_request=self.width,
+            taps=self.taps,
             model=self.model,
         )
 
@@ -137,7 +141,17 @@ class PluginHost:
         rows = len(step.token_ids_R)
         sample_rows = torch.arange(rows, device=self.device)
         inputs = StepInputs(step.token_ids_R, step.positions_R, step.write_slots_R, rows, segments, [], sample_rows)
-        return lowlat_plugin.StepOutputs(self.model.forward(inputs, self._pool))
+        if not self.taps:
+            return lowlat_plugin.StepOutputs(self.model.forward(inputs, self._pool))
+        assert isinstance(self.model, Decoder), "only decoders are tapped"
+        seen: list[torch.Tensor] = []
+        before = self.model.taps
+        self.model.taps = Taps(self.taps, lambda features_RX, step: seen.append(features_RX))
+        try:
+            logits_RV = self.model.forward(inputs, self._pool)
+        finally:
+            self.model.taps = before
+        return lowlat_plugin.StepOutputs(logits_RV, state={"features": seen[0]})
 
     def scratch_pages(self) -> Sequence[int]:
         """All of the pool: kernels are proven before the first request is taken."""
@@ -192,11 +206,12 @@ class LowLatencyMode:
         self.low = LowLatency(self.host, registry, policy, config.kernels)
         self._stage(self.low.choose)
 
-    def model_built(self, model: Model, width: int = 1) -> None:
+    def model_built(self, model: Model, width: int = 1, taps: tuple[int, ...] = ()) -> None:
         """After the weights and before the KV pool is sized: kernels take all memory they will ever have. `width`: rows
-        that a request may have in a step."""
+        that a request may have in a step. `taps`: layers after which a draft wants to see the states."""
         self.host.model = model
         self.host.width = width
+        self.host.taps = tuple(sorted(taps))
         self._stage(self.low.build)
 
     def pool_made(self, kv: KVPool) -> None:

@@ -6,11 +6,14 @@ Legend of shape suffixes: R rows, Q requests, P pages a request, V vocabulary, B
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from lowlat.engine.batch import StepPlan
+from lowlat.layers import step as layers
+from lowlat.models.decoder import Taps
 from lowlat_plugin import LowLatency, Mode, State, StepFailed, StepInputs
 from lowlat_plugin.routing import FAILED, SWITCHED_OFF
 
@@ -20,8 +23,12 @@ log = logging.getLogger("lowlat.plugins")
 class KernelSteps:
     """Tries every step on the kernels and counts who computed it."""
 
-    def __init__(self, low: LowLatency, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, low: LowLatency, page_size: int, device: torch.device, taps: Callable[[], Taps | None] = lambda: None
+    ) -> None:
+        """`taps`: who looks at states inside the model, if anybody."""
         self.low = low
+        self._taps = taps
         self._page_size = page_size
         self._device = device
 
@@ -51,9 +58,11 @@ class KernelSteps:
         if route.kernels:
             try:
                 rows = [[tokens[slot], *guessed] for slot, guessed in zip(plan.decodes, guesses, strict=True)]
-                logits_RV = low.forward(self._inputs(mode, plan.decodes, rows, lengths, kv_slots)).to("cpu")
+                inputs = self._inputs(mode, plan.decodes, rows, lengths, kv_slots)
+                logits_RV = low.forward(inputs).to("cpu")
                 if bool(logits_RV[:, 0].isnan().any()):
                     low.check()
+                self._show(inputs)
             except StepFailed:
                 if low.host.agreement.size > 1:
                     raise
@@ -61,6 +70,15 @@ class KernelSteps:
                 route, logits_RV = FAILED, None
         low.counters.add(route)
         return logits_RV
+
+    def _show(self, inputs: StepInputs) -> None:
+        """Hand the states that the kernels kept to whoever taps the model."""
+        taps = self._taps()
+        if taps is not None:
+            none = torch.empty(0, dtype=torch.int64)
+            tokens_R, positions_R, slots_R = inputs.token_ids_R, inputs.positions_R, inputs.write_slots_R
+            step = layers.StepInputs(tokens_R, positions_R, slots_R, len(tokens_R), [], [], none)
+            taps.take(self.low.features(), step)
 
     def count(self, plan: StepPlan) -> None:
         """Count a step that was not asked for: no library is installed, or none fits."""

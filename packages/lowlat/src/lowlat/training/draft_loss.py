@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from lowlat.speculative.coupled import coupled_guess
 from lowlat.speculative.draft_heads import edge_scores
 from lowlat.speculative.draft_network import Attend, DraftNetwork, capped
 from lowlat.training.target import Target, Written
@@ -35,8 +34,6 @@ class Blocks(NamedTuple):
     wanted_QP: torch.Tensor
     """Places of the tokens among those that can be guessed; one more than the last for others."""
     known_QP: torch.Tensor
-    numbers_QP: torch.Tensor
-    """Random numbers that the tokens were drawn with."""
     temperature_Q: torch.Tensor
     written_Q: torch.Tensor
     """Whether the target wrote the tokens; else they are a prompt's, which nobody drew."""
@@ -53,12 +50,12 @@ class Blocks(NamedTuple):
     def right(self, every: int = 1) -> torch.Tensor:
         """[Q, P]: whether each guess, made as the engine makes them, is right and those before it are too; of every so
         many-th block."""
-        scores_QPV, temperature_Q11 = self.scores_QPV[::every].float(), self.temperature_Q[::every, None, None]
-        likeliest_QP = scores_QPV.argmax(-1)
-        cumulative_QPV = (scores_QPV / temperature_Q11.clamp(min=1e-3)).softmax(-1).cumsum(-1)
-        drawn_QP = coupled_guess(cumulative_QPV, self.numbers_QP[::every, :, None])
-        guesses_QP = torch.where(temperature_Q11[..., 0] > 0, drawn_QP, likeliest_QP)
-        return (guesses_QP == self.wanted_QP[::every]).cumprod(-1).bool()
+        wanted_QP, warm_Q11 = self.wanted_QP[::every], self.temperature_Q[::every, None, None]
+        heat_Q11 = warm_Q11.clamp(min=1e-3)
+        scores_QPV = self.scores_QPV[::every].float() / heat_Q11
+        noise_QPV = _noise(self.target_QPV[::every].float() / heat_Q11, wanted_QP)
+        guesses_QP = (scores_QPV + noise_QPV * (warm_Q11 > 0)).argmax(-1)
+        return (guesses_QP == wanted_QP).cumprod(-1).bool()
 
 
 def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: torch.Tensor) -> Blocks:
@@ -100,13 +97,11 @@ def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: 
     with torch.no_grad():
         last_SXH = written.last_STH.gather(1, (wanted_SX - 1)[..., None].expand(-1, -1, config.hidden_size))
         target_QPV = target.head(last_SXH, network.vocabulary).view_as(logits_QPV)
-        drawn_SX = (wanted_SX - written.prompt_tokens).clamp(min=0)
     return Blocks(
         logits_QPV,
         target_QPV,
         wanted_QP,
         known_QP,
-        written.numbers_SA.gather(1, drawn_SX).view_as(known_QP),
         written.temperature_S.repeat_interleave(anchors),
         (anchors_SA >= written.prompt_tokens - 1).flatten(),
         confidence_QP,
@@ -140,6 +135,18 @@ def loss_of(found: Blocks, right_QP: torch.Tensor, every: int = 1) -> torch.Tens
         each_QP = F.binary_cross_entropy_with_logits(confidence_QP, right_QP.float(), reduction="none")
         loss = loss + _CONFIDENCE * (each_QP * asked_QP).sum() / asked_QP.sum().clamp(min=1)
     return loss
+
+
+def _noise(target_QPV: torch.Tensor, chosen_QP: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise as it may have been when the chosen tokens were drawn: the largest sum of logit and noise is drawn
+    first, then the others below it (Maddison et al. 2014)."""
+    logits_QPV = target_QPV.log_softmax(-1)
+    top_QP1 = -torch.empty_like(chosen_QP, dtype=torch.float32).exponential_().log()[..., None]
+    sums_QPV = logits_QPV - torch.empty_like(logits_QPV).exponential_().log()
+    sums_QPV = -torch.logaddexp(-top_QP1.expand_as(sums_QPV), -sums_QPV)
+    # What the draft cannot guess is wrong whatever the noise is.
+    place_QP1 = chosen_QP.clamp(max=logits_QPV.shape[-1] - 1)[..., None]
+    return sums_QPV.scatter(-1, place_QP1, top_QP1) - logits_QPV
 
 
 class _Distance(torch.autograd.Function):

@@ -6,6 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,14 +55,20 @@ class Written(NamedTuple):
     """False after a sequence's end: nothing is to be learnt there."""
     last_STH: torch.Tensor
     """Normed last states at every token but the last: the target's head makes the next token's logits of them."""
-    numbers_SA: torch.Tensor
-    """Random numbers that the tokens of the answer were drawn with."""
     temperature_S: torch.Tensor
+    prompt_tokens: int
+    """Tokens of each prompt's end that are here."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of each prompt's end that are here."""
-        return self.tokens_ST.shape[1] - self.numbers_SA.shape[1]
+    @classmethod
+    def joined(cls, parts: Sequence[Written], rows: Sequence[torch.Tensor]) -> Written:
+        """Some sequences (`rows`) of each of several, all of one shape."""
+
+        def some(name: str) -> torch.Tensor:
+            pairs = zip(parts, rows, strict=True)
+            return torch.cat([getattr(part, name).index_select(0, rows_S) for part, rows_S in pairs])
+
+        tensors = {name: some(name) for name in cls._fields if name != "prompt_tokens"}
+        return cls(**tensors, prompt_tokens=parts[0].prompt_tokens)
 
 
 class Target:
@@ -120,7 +127,6 @@ class Target:
         self.model.taps = Taps(layers, take)
         tokens_ST = torch.empty(sequences, room, dtype=torch.int64, device=self.device)
         tokens_ST[:, :prompt] = torch.tensor(prompts).to(self.device)
-        numbers_SA = torch.rand(sequences, count, generator=generator, device=self.device)
         places_T = torch.arange(room, device=self.device)
         slots_ST = torch.arange(sequences, device=self.device)[:, None] * room + places_T
         samples_S = torch.arange(sequences, device=self.device)
@@ -140,7 +146,7 @@ class Target:
             x_STH = self.model.states(step, pool).view(sequences, -1, self.config.hidden_size)
             last.append(x_STH if last else x_STH[:, skipped:].clone())
             x_SH = x_STH[:, -1]
-            tokens_ST[:, length] = _draw(self.model.logits(x_SH), temperature, numbers_SA[:, length - prompt])
+            tokens_ST[:, length] = _draw(self.model.logits(x_SH), temperature, generator)
         self.model.taps = None
         ended_ST = torch.zeros_like(tokens_ST, dtype=torch.bool)
         for end in ends:
@@ -153,15 +159,12 @@ class Target:
             torch.cat(tapped, 1),
             valid_ST[:, skipped:].contiguous(),
             F.rms_norm(last_STH, last_STH.shape[-1:], self.model.norm_H, self.config.rms_norm_eps),
-            numbers_SA,
             torch.full((sequences,), temperature, device=self.device),
+            prompt - skipped,
         )
 
 
-def _draw(logits_SV: torch.Tensor, temperature: float, numbers_S: torch.Tensor) -> torch.Tensor:
-    """Tokens where the distribution function reaches the numbers, as the engine's sampler draws them."""
+def _draw(logits_SV: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
     if temperature <= 0:
         return logits_SV.argmax(-1)
-    cumulative_SV = (logits_SV / temperature).softmax(-1).cumsum(-1)
-    wanted_S1 = (numbers_S * cumulative_SV[:, -1])[:, None]
-    return torch.searchsorted(cumulative_SV, wanted_S1, right=True)[:, 0].clamp(max=logits_SV.shape[1] - 1)
+    return torch.multinomial((logits_SV / temperature).softmax(-1), 1, generator=generator)[:, 0]

@@ -210,17 +210,17 @@ class Training:
 
     def _batch(self) -> Written:
         """Sequences of some writings of one shape, in equal parts."""
-        parts = []
         draw = random.Random(self.steps)
         shape = draw.choice(self._kept).tokens_ST.shape
         alike = [written for written in self._kept if written.tokens_ST.shape == shape]
         chosen = draw.sample(alike, min(_MIXED, len(alike)))
+        rows = []
         for index, written in enumerate(chosen):
             share = self._recipe.sequences * (index + 1) // len(chosen)
             share -= self._recipe.sequences * index // len(chosen)
-            rows = torch.randperm(len(written.tokens_ST), generator=self._generator, device=self._target.device)[:share]
-            parts.append([field.index_select(0, rows) for field in written])
-        return Written(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+            order = torch.randperm(len(written.tokens_ST), generator=self._generator, device=self._target.device)
+            rows.append(order[:share])
+        return Written.joined(chosen, rows)
 
     def _step(self, done: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Learn once; loss, and what was right and known of the blocks that were looked at."""
