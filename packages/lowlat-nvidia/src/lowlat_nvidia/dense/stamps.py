@@ -48,20 +48,21 @@ def read_parts(stamps_BLS: Tensor) -> list[Part]:
     stamps_BLS = stamps_BLS.cpu()
     clocks_B4 = stamps_BLS[:, -1, _BEGAN : _ENDED + 2]
     first = int(clocks_B4[:, 1].min())
-    began_B1, ended_B1 = (clocks_B4[:, i : i + 1].double() for i in (0, 2))
-    start_B1, end_B1 = ((clocks_B4[:, i : i + 1] - first).double() / 1e3 for i in (1, 3))
-    scale_B1 = (end_B1 - start_B1) / (ended_B1 - began_B1)
+    began_B, ended_B = clocks_B4[:, 0], clocks_B4[:, 2]
+    start_B, end_B = ((clocks_B4[:, i] - first).double() / 1e3 for i in (1, 3))
+    scale_B = (end_B - start_B) / (ended_B - began_B)
 
-    def times(cycles_BX: Tensor) -> list[float]:
-        return (start_B1 + (cycles_BX.double() - began_B1) * scale_B1).mean(0).tolist()
+    def times(cycles_BX: Tensor) -> Tensor:
+        offsets_BX = (cycles_BX.flatten(1) - began_B.unsqueeze(1)).double() * scale_B.unsqueeze(1)
+        return (start_B.unsqueeze(1) + offsets_BX).mean(0).view(cycles_BX.shape[1:])
 
     order = [number for number, _, _ in ORDER]
-    layers = [times(stamps_BLS[:, layer, order]) for layer in range(stamps_BLS.shape[1] - 1)]
-    head, head_end = times(stamps_BLS[:, -1, [_HEAD, _HEAD_END]])
+    layers = times(stamps_BLS[:, :-1, order]).tolist()
+    head, head_end = times(stamps_BLS[:, -1, [_HEAD, _HEAD_END]]).tolist()
     parts = [Part("start", 0.0, layers[0][0], 1)]
     for marks, after in zip(layers, [*(following[0] for following in layers[1:]), head], strict=True):
         parts += _layer(marks, after)
-    return [*parts, Part("head", head, head_end, 1), Part("finish", head_end, float(end_B1.max()), 1)]
+    return [*parts, Part("head", head, head_end, 1), Part("finish", head_end, float(end_B.max()), 1)]
 
 
 def _layer(marks: list[float], after: float) -> list[Part]:
