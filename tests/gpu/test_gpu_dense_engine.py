@@ -129,3 +129,17 @@ def test_a_failed_step_runs_again_on_the_general_path() -> None:
     )
     core.close()
     kernel._step.reset()
+
+
+def test_guesses_are_checked_on_the_kernel(cores: tuple[EngineCore, EngineCore]) -> None:
+    """One request whose prompt repeats itself: its steps have several rows, and its tokens are those without guesses."""
+    core = engine("require", spec="ngram", spec_width=4)
+    sampling = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    requests = [(prompt(3, 23) * 6, sampling)]
+    expected, found = answers(cores[1], requests)[0], answers(core, requests)[0]
+    counts = steps(core)
+    print(counts, "guessed", core.scheduler.stats.guessed_tokens, "accepted", core.scheduler.stats.accepted_tokens)
+    assert core.scheduler.stats.guessed_tokens > 0
+    assert counts["plugin", "covered"] > 5
+    assert found == expected, "a row has the same bits at every width"
+    core.close()
