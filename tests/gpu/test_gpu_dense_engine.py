@@ -13,8 +13,10 @@ from lowlat.bench.random_checkpoint import RandomCheckpoint
 from lowlat.engine.build import build_rank, make_executor, make_scheduler
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
+from lowlat.engine.device_speculation import Checks
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.parallel.group import SingleRank
+from lowlat.speculative.proposer import Proposal
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -131,15 +133,18 @@ def test_a_failed_step_runs_again_on_the_general_path() -> None:
     kernel._step.reset()
 
 
-def test_guesses_are_checked_on_the_kernel(cores: tuple[EngineCore, EngineCore]) -> None:
-    """One request whose prompt repeats itself: its steps have several rows, and its tokens are those without guesses."""
-    core = engine("require", spec="ngram", spec_width=4)
-    sampling = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
-    requests = [(prompt(3, 23) * 6, sampling)]
-    expected, found = answers(cores[1], requests)[0], answers(core, requests)[0]
-    counts = steps(core)
-    print(counts, "guessed", core.scheduler.stats.guessed_tokens, "accepted", core.scheduler.stats.accepted_tokens)
+def test_guesses_are_checked_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that repeats itself: its steps have several rows, and its tokens are those without guesses."""
+    core = engine("require", spec="ngram", spec_width=4, prefix_cache=False)
+    runner: Any = core.executor._runner  # type: ignore[attr-defined]
+    requests = [(prompt(3, 23) * 6, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True))]
+    with monkeypatch.context() as none:
+        none.setattr(runner.verifier.speculation, "plan", lambda of, size: Checks(1, [Proposal() for _ in of]))
+        expected = answers(core, requests)[0]
+    assert core.scheduler.stats.guessed_tokens == 0
+    found = answers(core, requests)[0]
+    print(steps(core), "guessed", core.scheduler.stats.guessed_tokens, "of", core.scheduler.stats.accepted_tokens)
     assert core.scheduler.stats.guessed_tokens > 0
-    assert counts["plugin", "covered"] > 5
+    assert steps(core)["plugin", "covered"] > 50
     assert found == expected, "a row has the same bits at every width"
     core.close()
