@@ -79,6 +79,33 @@ class Check:
         torch.testing.assert_close(out.cpu().float(), normed(total, weight.cpu()).float(), rtol=0.01, atol=0.01)
         self.sums.check()
 
+    def picks(self, rows: int, columns: int) -> None:
+        """Tokens, eager and replayed, beside argmax of all columns."""
+        shard = self.group.shard
+        newest = torch.full((rows + 1,), 77, device=self.device)
+        slots = torch.arange(rows, device=self.device)
+        mine = torch.zeros(rows, columns, device=self.device)
+
+        def pick() -> torch.Tensor:
+            return self.sums.pick(mine, shard.rank * columns, slots, newest)
+
+        pick()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = pick()
+        for seed in range(6):
+            torch.manual_seed(seed)
+            logits = torch.randint(-1000, 1000, (rows, shard.size * columns)).float()
+            expected = logits.argmax(-1)
+            if seed == 3:
+                logits[0, 5], expected[0] = float("nan"), -1
+            mine.copy_(logits[:, shard.rank * columns : (shard.rank + 1) * columns])
+            graph.replay()
+            assert out.tolist() == expected.tolist()
+            assert newest.tolist() == [*expected.clamp(min=0).tolist(), 77]
+        self.sums.check()
+
     def lost(self) -> None:
         """The last rank does not come: all others say so, then it, and all GPUs go on working."""
         parts, residual, weight = self.draw(2, 7)
@@ -117,6 +144,7 @@ def main() -> None:
         for seed, rows in enumerate([1, 6, 1, 3, check.sums.rows, 2, 8]):
             check.eager(rows, seed)
         check.replayed(6, 10 if same else 200)
+        check.picks(5, 75968)
         print(f"rank {rank}: width {width} is right, up to {check.sums.rows} rows", flush=True)
     check.lost()
     print(f"rank {rank}: done", flush=True)

@@ -285,3 +285,35 @@ def test_nobody_waits_after_a_miss():
     assert int(alarm) == 1
     assert out.isnan().all()
     assert int(memories[1][:4].view(torch.int32)) == 1
+
+
+@pytest.mark.parametrize(("ranks", "rows", "columns"), [(2, 3, 50), (3, 2, 1500)])
+def test_pushed_picks(ranks, rows, columns):
+    """As `argmax` of all columns, ties included; rows that hold NaN or nothing finite give -1."""
+    from lowlat.layers.triton.push_pick import pick_bytes, push_pick
+
+    offset = 512
+    memories = [torch.zeros(offset + pick_bytes(ranks, rows + 2), dtype=torch.uint8) for _ in range(ranks)]
+    addresses = torch.tensor([memory.data_ptr() for memory in memories])
+    for call in range(4):
+        logits = torch.randint(-9, 10, (rows, ranks * columns)).float()
+        expected = logits.argmax(-1)
+        if call == 2:
+            logits[0, -1], logits[1] = float("nan"), float("-inf")
+            expected[:2] = -1
+        for rank in [*range(ranks), *range(ranks)]:
+            alarm, newest = torch.zeros(1, dtype=torch.int32), torch.full((9,), 77)
+            tags = torch.full((rows + 2,), call, dtype=torch.int32)
+            slots = torch.tensor([6, 1, 4][:rows])
+            mine = logits[:, rank * columns : (rank + 1) * columns].contiguous()
+            got = push_pick(
+                mine, rank * columns, slots, newest, memories=addresses, offset=offset, tags=tags, alarm=alarm,
+                rank=rank, deadline_s=1.0, plain=True,
+            )  # fmt: skip
+            for memory in memories:
+                memory[:4].zero_()
+        assert int(alarm) == 0
+        assert got.tolist() == expected.tolist()
+        assert newest[slots].tolist() == expected.clamp(min=0).tolist()
+        assert (newest == 77).sum() == 9 - rows
+        assert tags.tolist() == [call + 1] * rows + [call] * 2

@@ -293,3 +293,19 @@ def test_pushed_reduction_fits_and_keeps_words_whole(ranks, width, tmp_path):
     assert text.count("ld.relaxed.sys.global.b64") == (ranks - 1) * words_each
     assert "multimem" not in text
     assert text.count("griddepcontrol") == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pushed_pick_fits(ranks, tmp_path):
+    from lowlat.layers.triton import push_pick
+
+    types = dict.fromkeys(["ids_ptr", "tags_ptr", "alarm_ptr"], "*i32") | {"best_ptr": "*fp32"}
+    types |= dict.fromkeys(["slots_ptr", "tokens_ptr", "out_ptr", "memories_ptr"], "*i64")
+    types |= {"parts": "i32", "first": "i32", "deadline_ns": "i64"}
+    constants = push_pick.constants(ranks, 1, 256, 4096, plain=False, early=True) | {"BLOCK": 128}
+    kernel = compiled(push_pick.push_pick_kernel, "sm_90", types, constants, num_warps=1)
+    _, spilled, _ = resources(kernel, "sm_90", tmp_path)
+    assert spilled == 0
+    text = kernel.asm["ptx"]
+    assert text.count("st.relaxed.sys.global.b64") == ranks - 1
+    assert text.count("ld.relaxed.sys.global.b64") == ranks - 1

@@ -390,8 +390,8 @@ class DeviceRunner:
         self, columns_MC: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, mode: SamplingMode
     ) -> Samples:
         state = self._state
-        if mode == SamplingMode() and self.host.communicator.shard.size == 1:
-            return Samples(self.model.ops.greedy(self.model.whole(columns_MC), slots_M, state.tokens_T))
+        if mode == SamplingMode():
+            return self._choice.greedy(columns_MC, slots_M, state)
         samples = self._choice.choose(columns_MC, slots_M, positions_M, state, mode)
         # A broken row's token is -1; the step after it must not look that up.
         tokens_M = samples.tokens_M.clamp(min=0)

@@ -1,6 +1,6 @@
-"""Sums of few rows by pushes into the peers' memory, of many by the group. Importing this module imports triton.
+"""Sums and tokens of few rows by pushes into the peers' memory, of many by the group. Importing this imports triton.
 
-Legend of shape suffixes: see `device_step`.
+Legend of shape suffixes: see `row_sums`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from lowlat.layers.row_sums import CommunicatorSums, RankLostError
+from lowlat.layers.triton.push_pick import pick_bytes, push_pick
 from lowlat.layers.triton.push_reduce import memory_bytes, push_reduce_norm
 from lowlat.parallel.group import Communicator
 from lowlat.parallel.peer_memory import PeerMemory, PeerMemoryError
@@ -16,6 +17,10 @@ __all__ = ["MOST_BYTES", "PushSums"]
 
 MOST_BYTES = 512 * 1024
 """Of a rank's rows; a larger message goes by the group's all-reduce, which sends each byte once."""
+
+
+_MOST_PICKS = 256
+"""Rows whose tokens are picked by pushes."""
 
 
 class PushSums:
@@ -46,9 +51,11 @@ class PushSums:
             raise PeerMemoryError(f"pushes are for bfloat16, and this model computes in {dtype}")
         if width % 2:
             raise PeerMemoryError(f"pushes need an even number of values a row, not {width}")
-        self._memory = PeerMemory(communicator, memory_bytes(ranks, self.rows, width), device)
+        self._picks = memory_bytes(ranks, self.rows, width)
+        self._memory = PeerMemory(communicator, self._picks + pick_bytes(ranks, _MOST_PICKS), device)
         self._memories = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self._tags = torch.zeros(self.rows, dtype=torch.int32, device=device)
+        self._pick_tags = torch.zeros(_MOST_PICKS, dtype=torch.int32, device=device)
         self._alarm = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         communicator.when_stopped(lambda: self._memory.fill_word(0, 1))
 
@@ -65,6 +72,15 @@ class PushSums:
         return push_reduce_norm(
             x_RH, residual_RH, weight_H, eps, memories=self._memories, tags=self._tags, alarm=self._alarm,
             rank=self._rank, deadline_s=self._deadline_s, early_start=self._early,
+        )  # fmt: skip
+
+    def pick(self, logits_MC: torch.Tensor, first: int, slots_M: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        """Two kernels for up to `_MOST_PICKS` rows."""
+        if len(logits_MC) > _MOST_PICKS:
+            return self._others.pick(logits_MC, first, slots_M, tokens_T)
+        return push_pick(
+            logits_MC, first, slots_M, tokens_T, memories=self._memories, offset=self._picks, tags=self._pick_tags,
+            alarm=self._alarm, rank=self._rank, deadline_s=self._deadline_s, early_start=self._early,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -54,43 +54,23 @@ def push_reduce_norm_kernel(
     broken = tl.load(own.to(tl.pointer_type(tl.int32)))
     mine = tl.load(x_ptr + row * (WIDTH // 2) + word, mask=inside, other=0)
     residual = tl.load(residual_ptr + row * (WIDTH // 2) + word, mask=inside, other=0)
-    message = (tag.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
     half = (tag & 1) * RANKS
     after = tl.zeros([BLOCK], tl.int32)
     for turn in tl.static_range(1, RANKS):
         # Every rank starts with another peer, so that no link takes all at once.
         peer = (tl.load(memories_ptr + (RANK + turn) % RANKS) + 256).to(tl.pointer_type(tl.int64))
-        where = peer + ((half + RANK) * ROWS + row) * BLOCK + word
-        if PLAIN:
-            tl.store(where, message)
-        else:
-            after += tl.inline_asm_elementwise(
-                "st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0;", "=r,l,l", [where, message], tl.int32, False, 1
-            )
-    # Of source 0; the asm finds the others a constant distance away. It is called pure, since Triton would else run
-    # copies of it for tensors of other layouts; what it gets from the pushes, zeros, holds it behind them.
+        after += push_word(peer + ((half + RANK) * ROWS + row) * BLOCK + word, mine, tag, PLAIN)
+    # What comes from the pushes, zeros, holds the wait behind them.
     where = (own + 256).to(tl.pointer_type(tl.int64)) + (half * ROWS + row) * BLOCK + word + after
-    limit_ns = tl.where(broken != 0, 0, deadline_ns)
-    missing = tl.zeros([BLOCK], tl.int32)
-    if PLAIN:
-        for source in tl.static_range(RANKS):
-            if source != RANK:
-                missing |= ((tl.load(where + source * ROWS * BLOCK) >> 32) != tag).to(tl.int32)
-    else:
-        got = tl.inline_asm_elementwise(
-            WAIT, WAIT_CONSTRAINTS,
-            [where, tl.zeros([BLOCK], tl.int32) + tag, tl.zeros([BLOCK], tl.int64) + own,
-             tl.zeros([BLOCK], tl.int64) + limit_ns],
-            WAIT_TYPES, True, PACK,
-        )  # fmt: skip
-        missing = got[0]
+    got = wait_for_words(
+        where, tag, own, tl.where(broken != 0, 0, deadline_ns), WAIT, WAIT_CONSTRAINTS, WAIT_TYPES, PACK,
+        RANK, RANKS, ROWS * BLOCK, PLAIN,
+    )  # fmt: skip
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(RANKS):
         if source == RANK:
             words = mine
-        elif PLAIN:
-            words = tl.load(where + source * ROWS * BLOCK).to(tl.int32)
         elif source < RANK:
             words = got[source + 1]
         else:
@@ -102,7 +82,7 @@ def push_reduce_norm_kernel(
     high = _rounded(_rounded(high) + _upper(residual))
     tl.store(residual_ptr + row * (WIDTH // 2) + word, _packed(low, high), mask=inside)
     squares = tl.where(inside, low * low + high * high, 0.0)
-    total, missed = tl.reduce((squares, missing), 0, _sum_and_any)
+    total, missed = tl.reduce((squares, got[0]), 0, _sum_and_any)
     failed = (missed | broken) != 0
     inverse = tl.where(failed, float("nan"), tl.rsqrt(total / WIDTH + eps))
     low = _rounded(low * inverse * _lower(weight))
@@ -110,9 +90,57 @@ def push_reduce_norm_kernel(
     tl.store(out_ptr + row * (WIDTH // 2) + word, _packed(low, high), mask=inside)
     tl.store(tags_ptr + row, tag)
     if failed:
-        tl.store(alarm_ptr, tag)
-        for rank in tl.static_range(RANKS):
-            tl.store(tl.load(memories_ptr + rank).to(tl.pointer_type(tl.int32)), tag)
+        tell_failure(memories_ptr, alarm_ptr, tag, RANKS)
+
+
+@triton.jit
+def push_word(where, words, tag, PLAIN: tl.constexpr):
+    """Store words (int32) with the tag beside each to `where`, 8 bytes at once. Returns zeros."""
+    message = (tag.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+    if PLAIN:
+        tl.store(where, message)
+        zeros = words * 0
+    else:
+        zeros = tl.inline_asm_elementwise(
+            "st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0;", "=r,l,l", [where, message], tl.int32, False, 1
+        )
+    return zeros
+
+
+@triton.jit
+def wait_for_words(
+    where, tag, own, limit_ns, WAIT: tl.constexpr, WAIT_CONSTRAINTS: tl.constexpr, WAIT_TYPES: tl.constexpr,
+    PACK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, STRIDE: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Wait for the words of all other ranks; `where` are those of source 0, the next source's `STRIDE` words further.
+
+    Returns a tuple: not 0 where a word did not come, then the words by source. `own`: address of the `broken` word.
+    """
+    if PLAIN:
+        missing = tag * 0
+        for source in tl.static_range(RANKS):
+            if source != RANK:
+                missing |= ((tl.load(where + source * STRIDE) >> 32) != tag).to(tl.int32)
+        got = (missing,)
+        for source in tl.static_range(RANKS):
+            if source != RANK:
+                got = got + (tl.load(where + source * STRIDE).to(tl.int32),)  # type: ignore[assignment]
+    else:
+        # It is called pure, since Triton would else run copies of it for tensors of other layouts.
+        zeros = (where.to(tl.int64) * 0).to(tl.int32)
+        got = tl.inline_asm_elementwise(
+            WAIT, WAIT_CONSTRAINTS, [where, zeros + tag, zeros.to(tl.int64) + own, zeros.to(tl.int64) + limit_ns],
+            WAIT_TYPES, True, PACK,
+        )  # fmt: skip
+    return got
+
+
+@triton.jit
+def tell_failure(memories_ptr, alarm_ptr, tag, RANKS: tl.constexpr):
+    """Tell the host and all ranks that a word did not come."""
+    tl.store(alarm_ptr, tag)
+    for rank in tl.static_range(RANKS):
+        tl.store(tl.load(memories_ptr + rank).to(tl.pointer_type(tl.int32)), tag)
 
 
 @triton.jit
@@ -147,7 +175,7 @@ def _packed(low, high):
 
 
 @functools.cache
-def _wait(ranks: int, rank: int, stride: int, pack: int) -> tuple[str, str]:
+def wait_asm(ranks: int, rank: int, stride: int, pack: int) -> tuple[str, str]:
     """PTX that waits for `pack` words of every other rank, all at once, and its constraints.
 
     Outputs: whether a word did not come, and the words' values by source. Inputs: the address of source 0's word (the
@@ -202,7 +230,7 @@ def constants(width: int, ranks: int, rank: int, rows: int, *, plain: bool, earl
     """The kernel's constant arguments."""
     block = block_words(width)
     pack = max(1, min(_WORDS, block // (32 * push_warps(block))))
-    wait, constraints = _wait(ranks, rank, 8 * rows * block, pack)
+    wait, constraints = wait_asm(ranks, rank, 8 * rows * block, pack)
     return {
         "WIDTH": width, "RANK": rank, "RANKS": ranks, "ROWS": rows, "BLOCK": block, "WAIT": wait,
         "WAIT_CONSTRAINTS": constraints, "WAIT_TYPES": (tl.int32,) * ranks, "PACK": pack, "PLAIN": plain,

@@ -14,8 +14,8 @@ from lowlat.layers.triton import early
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
-# Logits of one program.
-_PART = 1024
+PART = 1024
+"""Logits of one program of `part_kernel`."""
 
 
 @triton.jit
@@ -109,12 +109,12 @@ def greedy(
     """As `DeviceOps.greedy`, in two kernels."""
     rows, vocabulary = logits_MV.shape
     assert logits_MV.is_contiguous()
-    parts = triton.cdiv(vocabulary, _PART)
+    parts = triton.cdiv(vocabulary, PART)
     best_MQ = torch.empty(rows, parts, dtype=torch.float32, device=logits_MV.device)
     ids_MQ = torch.empty(rows, parts, dtype=torch.int32, device=logits_MV.device)
     out_M = torch.empty(rows, dtype=torch.int64, device=logits_MV.device)
     options = {"EARLY": early_start, "num_warps": 4, **early.launch_options(early_start)}
-    part_kernel[(parts, rows)](logits_MV, best_MQ, ids_MQ, vocabulary, parts, BLOCK=_PART, **options)
+    part_kernel[(parts, rows)](logits_MV, best_MQ, ids_MQ, vocabulary, parts, BLOCK=PART, **options)
     block = triton.next_power_of_2(parts)
     pick_kernel[(rows,)](best_MQ, ids_MQ, slots_M, tokens_T, out_M, parts, BLOCK=block, **options)
     return out_M
