@@ -142,17 +142,26 @@ def with_parts(spans: list[Span], name: str, parts: Sequence[Part]) -> tuple[lis
     """
     outer = next(span for span in spans if span.name == name)
     size, length = outer.end_us - outer.start_us, max(part.end_us for part in parts)
-    fitted = [
-        (part, outer.start_us + part.start_us * size / length, outer.start_us + part.end_us * size / length)
-        for part in parts
-    ]
-    found = []
-    for part, start, end in fitted:
-        middles = [((a + b) / 2, b - a) for child, a, b in fitted if child.depth == part.depth + 1]
-        inside = sum(long for middle, long in middles if start <= middle <= end)
-        found.append(Span(part.name, start, end, outer.depth + part.depth, end - start - inside))
-    own = size - sum(end - start for part, start, end in fitted if part.depth == 1)
-    rest = [msgspec.structs.replace(span, own_us=own) if span is outer else span for span in spans]
+    ordered = sorted(parts, key=lambda part: (part.start_us, part.depth))
+    own = [(part.end_us - part.start_us) * size / length for part in ordered]
+    top, open_parts = size, []
+    for index, part in enumerate(ordered):
+        while open_parts and ordered[open_parts[-1]].depth >= part.depth:
+            open_parts.pop()
+        long = (part.end_us - part.start_us) * size / length
+        if open_parts:
+            own[open_parts[-1]] -= long
+        else:
+            top -= long
+        open_parts.append(index)
+    found = [
+        Span(
+            part.name, outer.start_us + part.start_us * size / length, outer.start_us + part.end_us * size / length,
+            outer.depth + part.depth, alone,
+        )
+        for part, alone in zip(ordered, own, strict=True)
+    ]  # fmt: skip
+    rest = [msgspec.structs.replace(span, own_us=top) if span is outer else span for span in spans]
     return sorted([*rest, *found], key=lambda span: (span.end_us, -span.depth)), length / size
 
 
