@@ -144,7 +144,8 @@ def with_parts(spans: list[Span], name: str, parts: Sequence[Part]) -> tuple[lis
     size, length = outer.end_us - outer.start_us, max(part.end_us for part in parts)
     ordered = sorted(parts, key=lambda part: (part.start_us, part.depth))
     own = [(part.end_us - part.start_us) * size / length for part in ordered]
-    top, open_parts = size, []
+    top = size
+    open_parts: list[int] = []
     for index, part in enumerate(ordered):
         while open_parts and ordered[open_parts[-1]].depth >= part.depth:
             open_parts.pop()
