@@ -54,6 +54,7 @@ from lowlat_plugin import Path as RoutePath
 PAGE = 16
 ANSWER = 512
 """Most tokens that a case's requests may generate."""
+LONG = 10_000
 NEW_TOKENS = 700
 """Tokens of a follow-up over a cached prefix, the common request of agents."""
 
@@ -80,6 +81,14 @@ class Options(msgspec.Struct, frozen=True):
     sampling: str = "greedy"
     compiled: tuple[int, int] = (1 << 30, 1 << 30)
     """Most requests, and longest context, of cases with the compiled arm."""
+    long_batches: list[int] | None = None
+    """Requests that decode at a time over contexts beyond `LONG`; None: as for others."""
+
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """(requests, context)."""
+        long = self.batches if self.long_batches is None else self.long_batches
+        return [(batch, context) for context in self.contexts for batch in (long if context > LONG else self.batches)]
 
     @property
     def library(self) -> str | None:
@@ -91,15 +100,16 @@ class Engine:
     """One model in the engine, with a pool that holds the largest case."""
 
     def __init__(self, shape: DenseShape, options: Options) -> None:
-        most, longest = max(options.batches), max(options.contexts)
-        room = -(-(longest + NEW_TOKENS + ANSWER + PAGE) // PAGE) * PAGE
+        most = max(batch for batch, _ in options.cases)
+        rooms = {context: -(-(context + NEW_TOKENS + ANSWER + PAGE) // PAGE) * PAGE for context in options.contexts}
+        room = max(rooms.values())
         shape = msgspec.structs.replace(shape, max_context=max(shape.max_context, room))
         self.config = EngineConfig(
             model=shape.name,
             dtype=options.dtype,
             device=options.device,
             max_batch=most,
-            kv_tokens=most * room,
+            kv_tokens=max(batch * rooms[context] for batch, context in options.cases),
             page_size=PAGE,
             run_ahead=2,
             low_latency="off" if options.library is None else "require",
@@ -309,10 +319,13 @@ def measure_case(engine: Engine, batch: int, context: int, options: Options) -> 
     arms: dict[str, Arm] = {"general": lambda: case.decode(options.steps)}
     if options.library is not None:
         arms[options.library] = lambda: case.decode(options.steps, kernels=True)
-    if "torch-eager-graph" in options.arms:
-        arms["torch-eager-graph"] = torch_arm(engine, batch, context, options, compiled=False)
-    if "torch-compile" in options.arms and batch <= options.compiled[0] and context <= options.compiled[1]:
-        arms["torch-compile"] = torch_arm(engine, batch, context, options, compiled=True)
+    wanted = ["torch-eager-graph"]
+    wanted += ["torch-compile"] if batch <= options.compiled[0] and context <= options.compiled[1] else []
+    for name in (name for name in wanted if name in options.arms):
+        try:
+            arms[name] = torch_arm(engine, batch, context, options, compiled=name == "torch-compile")
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            print(f"   {name} broke and is left out: {error}", flush=True)
     measured = alternate(arms, options.rounds)
     follow_up = case.follow_up()
     case.core.close()
@@ -374,13 +387,12 @@ def run(options: Options, directory: Path) -> Path:
         started = time.perf_counter()
         engine = Engine(find_shape(model), options)
         print(f"{model}: built in {time.perf_counter() - started:.1f} s", flush=True)
-        for context in options.contexts:
-            for batch in options.batches:
-                print(f"{model}, {batch} requests, context {context}", flush=True)
-                result.rows += rows_of(engine, batch, context, options, ceiling)
-                if path is not None:
-                    path.unlink()
-                path = save(result, directory)
+        for batch, context in options.cases:
+            print(f"{model}, {batch} requests, context {context}", flush=True)
+            result.rows += rows_of(engine, batch, context, options, ceiling)
+            if path is not None:
+                path.unlink()
+            path = save(result, directory)
         del engine
         torch._dynamo.reset()
         if gpus:
@@ -404,6 +416,7 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument(
         "--compiled", help="most requests, and longest context, that torch-compile runs for; default: all"
     )
+    parser.add_argument("--long-batches", help=f"as --batches, for contexts beyond {LONG}; default: the same")
     parser.add_argument("--ceiling-gb", type=float)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args(arguments)
@@ -422,6 +435,9 @@ def main(arguments: list[str] | None = None) -> Path:
     if got.compiled:
         requests, context = map(int, got.compiled.split(","))
         options = msgspec.structs.replace(options, compiled=(requests, context))
+    if got.long_batches:
+        long_batches = [int(text) for text in got.long_batches.split(",")]
+        options = msgspec.structs.replace(options, long_batches=long_batches)
     turns = (1 + (options.library is not None)) * (2 * options.rounds + 1) * (options.steps + 4) + 8
     if turns > ANSWER:
         parser.error(f"{turns} steps of a case, and its requests have {ANSWER} tokens: fewer --rounds or --steps")

@@ -21,7 +21,7 @@ from urllib.parse import urlparse
 from lowlat.bench.local_server import local_server
 from lowlat.bench.presets import find_shape
 from lowlat.bench.random_model import make_folder
-from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Simulated, default_directory, new_result, row_from_samples, save
 from lowlat.bench.stats import percentile
 from lowlat.engine.build import build_engine
 from lowlat.engine.config import EngineConfig
@@ -106,6 +106,28 @@ def over_http(url: str, model: str, rounds: int) -> list[float]:
     return results[1:]
 
 
+class Run:
+    """What is measured, written after every part."""
+
+    def __init__(self, model: str, directory: Path) -> None:
+        self._model, self._directory = model, directory
+        self._result = new_result("served-step", simulated=Simulated(weights=True))
+        self._path: Path | None = None
+
+    def add(self, what: str, metric: str, samples: list[float], note: str, **details: float) -> None:
+        """One row; `what` is told after the model."""
+        row = row_from_samples(
+            samples, workload=f"{self._model}{what}", arm="general", metric=metric, note=note, dtype="bfloat16",
+            context=CONTEXT,
+        )  # fmt: skip
+        row.details = dict(details)
+        self._result.rows.append(row)
+        print(f"{row.workload}: {metric} {row.median:.1f} [{row.low:.1f}, {row.high:.1f}] {details}", flush=True)
+        if self._path is not None:
+            self._path.unlink()
+        self._path = save(self._result, self._directory)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,45 +135,48 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json; default: the embedded model's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda", help="cpu: a dry run")
+    parser.add_argument("--parts", default="cold,warm,process", help="what to measure")
+    parser.add_argument("--beside", default="", help="what else the machine did meanwhile, for the notes")
+    parser.add_argument("--scratch", type=Path, help="folder for the model and compiled kernels, kept for other parts")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
-    settings = {**SETTINGS, "device": got.device}
-    rows: list[Row] = []
-    result = new_result("served-step", simulated=Simulated(weights=True))
-    common: dict[str, Any] = {"arm": "general", "dtype": "bfloat16", "context": CONTEXT}
-
-    def add(workload: str, metric: str, samples: list[float], note: str) -> None:
-        rows.append(row_from_samples(samples, workload=workload, metric=metric, note=note, **common))
-        print(f"{workload}: {metric} {rows[-1].median:.1f} [{rows[-1].low:.1f}, {rows[-1].high:.1f}]", flush=True)
-
+    run = Run(got.model, got.results or default_directory())
     with tempfile.TemporaryDirectory(prefix="lowlat-served-") as scratch:
-        folder = Path(scratch) / "model"
+        measure(run, got.scratch or Path(scratch), got)
+
+
+def measure(run: Run, scratch: Path, got: argparse.Namespace) -> None:
+    """All parts that are asked for."""
+    settings = {**SETTINGS, "device": got.device}
+    folder, parts = scratch / "model", got.parts.split(",")
+    if not folder.exists():
         words = got.tokenizer or open_checkpoint("smollm2").folder
         make_folder(find_shape(got.model), folder, words, dtype="bfloat16", device=got.device)
-        os.environ["TRITON_CACHE_DIR"] = str(Path(scratch) / "kernels")
-        arguments = ["--model", str(folder)]
-        for name, value in settings.items():
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    os.environ["TRITON_CACHE_DIR"] = str(scratch / "kernels")
+    arguments = ["--model", str(folder)]
+    for name, value in settings.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    beside = f"; beside {got.beside}" if got.beside else ""
+    if "cold" in parts:
         with local_server(arguments) as server:
             note = "from the command to /ready, weights in the file cache, no compiled kernels"
-            add(f"{got.model}, cold start", "ready_ms", [server.ready_s * 1e3], note)
+            run.add(", cold start", "ready_ms", [server.ready_s * 1e3], note + beside)
             print(server.log.read_text(errors="replace")[-1500:], flush=True)
+    if "warm" in parts:
         with local_server(arguments) as server:
             note = "from the command to /ready, weights in the file cache, kernels compiled by an earlier start"
-            add(f"{got.model}, warm start", "ready_ms", [server.ready_s * 1e3], note)
+            run.add(", warm start", "ready_ms", [server.ready_s * 1e3], note + beside)
+            print(server.log.read_text(errors="replace")[-1500:], flush=True)
             samples = over_http(server.url, str(folder), got.rounds)
-            add(f"{got.model} over HTTP", "step_us", samples, f"{TOKENS} tokens streamed to a client of localhost")
+            run.add(" over HTTP", "step_us", samples, f"{TOKENS} tokens streamed to a client of localhost")
+    if "process" in parts:
         core, _, _ = build_engine(EngineConfig(model=str(folder), **settings), lambda *_: None)
         samples = in_process(core, got.rounds)
-        add(f"{got.model} in process", "step_us", samples, f"{TOKENS} tokens, scheduler and run-ahead included")
+        run.add(" in process", "step_us", samples, f"{TOKENS} tokens, scheduler and run-ahead included")
         gaps = gaps_beside_a_prefill(core)
         core.close()
         note = f"gaps of one user's tokens from the submission of another's {PREFILL} tokens to its first token"
-        add(f"{got.model} in process, beside a prefill", "step_us", gaps, note)
-        rows[-1].details = {"p99_us": round(percentile(gaps, 0.99), 1)}
-        print(rows[-1].details, flush=True)
-    result.rows = rows
-    print(save(result, got.results or default_directory()))
+        run.add(" in process, beside a prefill", "step_us", gaps, note, p99_us=round(percentile(gaps, 0.99), 1))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _look(
     return next_m, sum_m, mixed
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(do_not_specialize=["segments", "table_stride"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
     partial_ptr, sums_ptr, prefix_ptr, begins_ptr, segments, table_stride, block_base, scale, WINDOW: tl.constexpr,

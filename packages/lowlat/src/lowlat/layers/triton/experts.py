@@ -24,7 +24,8 @@ MOST_ROWS = 64
 
 def fits(weight_OI: torch.Tensor) -> bool:
     """Whether the kernels can hold such a weight's rows."""
-    return ProductShape.of(weight_OI.shape[1], weight_OI.element_size(), gated=True) is not None
+    outputs, width = weight_OI.shape
+    return ProductShape.of(outputs, width, weight_OI.element_size(), gated=True) is not None
 
 
 class ExpertTable(msgspec.Struct, frozen=True):
@@ -144,8 +145,8 @@ def experts(
     kind, alpha, limit = activation
     assert x_RH.is_contiguous()
     assert x_RH.dtype == gate_up.dtype == down.dtype
-    first = ProductShape.of(gate_up.inputs, x_RH.element_size(), gated=True)
-    second = ProductShape.of(down.inputs, x_RH.element_size(), gated=False)
+    first = ProductShape.of(inner, gate_up.inputs, x_RH.element_size(), gated=True)
+    second = ProductShape.of(down.outputs, down.inputs, x_RH.element_size(), gated=False)
     assert first is not None
     assert second is not None
     options = {"CHOSEN": chosen, "EARLY": early_start, **early.launch_options(early_start)}

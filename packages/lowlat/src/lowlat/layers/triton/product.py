@@ -19,8 +19,13 @@ from lowlat.layers.triton.activation import KINDS
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
-# Output features of a program and its warps, by the longest weight row: measured on an H200.
-_TILES = {1024: (4, 1), 2048: (4, 2), 4096: (2, 4), 8192: (2, 4), 16384: (1, 4), 32768: (1, 8)}
+# Bytes of weights that a program holds, usually and at most, and a warp. Measured on an H200: smaller programs norm the
+# same row too often, larger ones wait for their last warp.
+_TILE_BYTES = 32768
+_LARGEST_TILE = 65536
+_WARP_BYTES = 8192
+# Programs wanted at least: two for each multiprocessor or nearly.
+_PROGRAMS = 256
 
 
 def most_rows(width: int, *, norm: bool) -> int:
@@ -101,14 +106,18 @@ class ProductShape(msgspec.Struct, frozen=True):
     warps: int
 
     @classmethod
-    def of(cls, width: int, element_bytes: int, *, gated: bool) -> ProductShape | None:
-        """For weight rows of `width` features, of which a gated output has two; None: they are too long."""
+    def of(cls, outputs: int, width: int, element_bytes: int, *, gated: bool) -> ProductShape | None:
+        """For a weight [`outputs`, `width`], or two of them where it is gated; None: its rows are too long."""
         block_k = max(16, triton.next_power_of_2(width))
-        if block_k * element_bytes > 65536:
+        each = block_k * element_bytes * (2 if gated else 1)
+        if each > _LARGEST_TILE:
             return None
-        block_n, warps = _TILES[max(1024, block_k)]
-        pieces = (2 if gated else 1) * (2 if element_bytes > 2 else 1)
-        return cls(max(1, block_n // pieces), block_k, warps * max(1, pieces // block_n))
+        if each <= 4096 and outputs <= 8192:
+            return cls(2 if gated else 4, block_k, 1)
+        block_n = max(1, min(16, _TILE_BYTES // each))
+        while block_n > 1 and outputs < _PROGRAMS * block_n:
+            block_n //= 2
+        return cls(block_n, block_k, max(4, block_n * each // _WARP_BYTES))
 
 
 def product(
@@ -136,7 +145,7 @@ def product(
     """
     rows, width = x_RI.shape
     outputs = len(weight_OI) // (1 if activation is None else 2)
-    shape = shape or ProductShape.of(width, weight_OI.element_size(), gated=activation is not None)
+    shape = shape or ProductShape.of(outputs, width, weight_OI.element_size(), gated=activation is not None)
     if shape is None:
         return None
     assert x_RI.is_contiguous()
