@@ -319,7 +319,8 @@ def measure_case(engine: Engine, batch: int, context: int, options: Options) -> 
     arms: dict[str, Arm] = {"general": lambda: case.decode(options.steps)}
     if options.library is not None:
         arms[options.library] = lambda: case.decode(options.steps, kernels=True)
-    wanted = ["torch-eager-graph"]
+    # PyTorch's attention over many long contexts takes so long that there is nothing to learn from it.
+    wanted = ["torch-eager-graph"] if batch == 1 or context <= LONG else []
     wanted += ["torch-compile"] if batch <= options.compiled[0] and context <= options.compiled[1] else []
     for name in (name for name in wanted if name in options.arms):
         try:
