@@ -23,6 +23,7 @@ Legend of shape suffixes: B requests (one row each), H hidden, N query heads, K 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -396,6 +397,7 @@ def run(options: Options, directory: Path) -> Path:
             path = save(result, directory)
         del engine
         torch._dynamo.reset()
+        gc.collect()
         if gpus:
             torch.cuda.empty_cache()
     assert path is not None
