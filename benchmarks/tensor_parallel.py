@@ -46,7 +46,7 @@ from lowlat.models.loading import checkpoint as checkpoints
 from lowlat.parallel.group import TorchGroup
 from lowlat.parallel.peer_memory import PeerMemoryError
 
-SUMS = [(1, 4096), (6, 4096), (8, 7168), (16, 4096), (64, 4096)]
+SUMS = [(1, 4096), (6, 4096), (8, 7168), (64, 4096), (128, 4096)]
 """Rows and width."""
 IN_A_ROW = 40
 """Sums of one graph."""
@@ -237,7 +237,7 @@ def engine_steps(got: argparse.Namespace, size: int, turn: Turn) -> None:
         low_latency="off",
         prefix_cache=False,
         seed=0,
-        chunk_tokens=128,
+        chunk_tokens=64,
     )  # fmt: skip  (short chunks: few kinds of steps to capture)
     started = time.perf_counter()
     core, _, _ = build.build_engine(config, lambda *_: None)

@@ -15,7 +15,7 @@ from lowlat.parallel.peer_memory import PeerMemory, PeerMemoryError
 
 __all__ = ["MOST_BYTES", "PushSums"]
 
-MOST_BYTES = 512 * 1024
+MOST_BYTES = 1024 * 1024
 """Of a rank's rows; a larger message goes by the group's all-reduce, which sends each byte once."""
 
 
