@@ -40,6 +40,15 @@ def test_draws(vocabulary, dtype):
     check_draws(draw, vocabulary, dtype, "cuda", rows=64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_walks(dtype):
+    from verify_cases import check_walks
+
+    from lowlat.layers.triton.drawing import walk
+
+    check_walks(walk, 49152, dtype, "cuda")
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 8])
 @pytest.mark.parametrize(("counts", "forced"), [(False, False), (True, False), (True, True)])
 def test_verification(width, counts, forced):

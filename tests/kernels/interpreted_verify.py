@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from verify_cases import block_case, blocks_by_hand, check_draws, check_verification
+from verify_cases import block_case, blocks_by_hand, check_draws, check_verification, check_walks
 
 from lowlat.layers.device_reference import ReferenceOps
-from lowlat.layers.triton.drawing import draw
+from lowlat.layers.triton.drawing import draw, walk
 from lowlat.layers.triton_ops import TritonOps
 
 
 @pytest.mark.parametrize("vocabulary", [40, 1024, 2500])
 def test_draws(vocabulary):
     check_draws(draw, vocabulary, torch.float32, "cpu")
+
+
+def test_walks():
+    check_walks(walk, 1200, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 8])

@@ -124,18 +124,32 @@ def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
     """The kernels around a step's forward."""
     wide = dict.fromkeys(
         ["slots_ptr", "positions_ptr", "seeds_ptr", "tokens_ptr", "lengths_ptr", "ends_ptr", "widths_ptr",
-         "guesses_ptr", "counts_ptr", "wide_ptr", "ids_ptr", "chosen_ptr", "forced_ptr", "result_ptr"], "*i64",
+         "guesses_ptr", "counts_ptr", "wide_ptr", "ids_ptr", "before_ptr", "chosen_ptr", "forced_ptr",
+         "result_ptr"], "*i64",
     )  # fmt: skip
     types = wide | dict.fromkeys(["where_ptr", "pages_ptr", "narrow_ptr", "rows_ptr"], "*i32")
     types |= dict.fromkeys(["logits_ptr", "largest_ptr", "temperatures_ptr"], "*fp32") | {"score_ptr": "*fp64"}
-    types |= dict.fromkeys(["vocabulary", "chunks", "requests", "pages_stride", "most_pages", "padding_place"], "i32")
+    types |= dict.fromkeys(["embed_ptr", "head_ptr"], "*bf16")
+    types |= dict.fromkeys(
+        [
+            "tokens_stride",
+            "before_stride",
+            "vocabulary",
+            "chunks",
+            "requests",
+            "pages_stride",
+            "most_pages",
+            "padding_place",
+        ],
+        "i32",
+    )
 
     def job(kernel: Any, warps: int, **constants: Any) -> tuple[Any, dict[str, str], dict[str, Any], int]:
         return kernel, {name: types[name] for name in kernel.arg_names if name in types}, constants, warps
 
     return [
-        job(drawing.best_kernel, 4, CHUNK=512, SHARPNESS=1.25, DRAWS=True, IDS=True, EARLY=False),
-        job(drawing.finish_kernel, 4, BLOCK_C=512, EARLY=False),
+        job(drawing.best_kernel, 4, CHUNK=512, SHARPNESS=1.25, DRAWS=True, IDS=True, EARLY=False, RANK=48, BLOCK_E=64),
+        job(drawing.finish_kernel, 4, BROKEN=0, BLOCK_C=512, EARLY=False),
         job(verify.begin_kernel, 1, PAGE=16, WIDTH=8, COUNTS=True, BLOCK_W=8),
         job(verify.accept_kernel, 1, WIDTH=8, FORCED=True, BLOCK_W=8),
     ]

@@ -49,6 +49,34 @@ def check_draws(draw: Any, vocabulary: int, dtype: torch.dtype, device: str, row
     assert drawn > 8
 
 
+def check_walks(walk: Any, vocabulary: int, dtype: torch.dtype, device: str) -> None:
+    """Columns one after the other against plain PyTorch; logits are far apart, so that no rounding decides."""
+    from lowlat.layers.drawing import walk as law
+
+    generator = torch.Generator().manual_seed(vocabulary)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    logits_GBV = (random(4, 3, vocabulary) * 40).to(dtype)
+    logits_GBV[2, 1, 7] = float("nan")
+    embed_XE, head_VE = (random(vocabulary + 1, 24) * 3).to(dtype), (random(vocabulary, 24) * 3).to(dtype)
+    first_B, slots_B = torch.tensor([5, vocabulary, 0]), torch.tensor([2, 0, 1])
+    positions_GB = torch.arange(12).view(4, 3)
+    settings = (torch.tensor([0.0, 0.7, 1.5]), torch.tensor([3, 4, 5]))
+    ids_V = torch.randperm(vocabulary + 9, generator=generator)[:vocabulary]
+    given = (logits_GBV, first_B, embed_XE, head_VE, slots_B, positions_GB)
+    for more in ((None, None, 1.0), (settings, None, 1.0), (settings, ids_V, 1.25)):
+        expected = law(*given, *more)
+        moved = tuple(None if part is None else tuple(x.to(device) for x in part) for part in more[:1])
+        ids = None if more[1] is None else more[1].to(device)
+        got = walk(*(part.to(device) for part in given), *moved, ids, more[2])
+        assert got.tolist() == expected.tolist()
+        assert expected.shape == (3, 4)
+        assert expected[1, 2] == 0, "a broken row"
+        assert len(set(expected.flatten().tolist())) > 8
+
+
 def slot_tables(device: str) -> SlotTables:
     """Five slots and one for padding: a request at its end, one near it, one that declines guesses."""
 

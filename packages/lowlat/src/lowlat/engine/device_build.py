@@ -50,6 +50,10 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
     ops, fused = device_ops(device)
     device_model = DeviceDecoder(model, ops, _row_sums(model, host.communicator, ops, fused=fused))
     bodies: StepBodies = EagerBodies()
+    if fused and limits.max_batch * width > 1:
+        from lowlat.engine.row_products import choose_row_products
+
+        choose_row_products(device_model, ops)
     if device.type == "cpu":
         pass
     elif not fused:

@@ -188,17 +188,7 @@ class Verifier:
             return self._given[size, 1][1].view(size, 1)[:, 1:], None
         settings = (self._state.temperature_T, self._state.seed_T) if mode.draws else None
 
-        def pick(
-            logits_MV: torch.Tensor,
-            slots_M: torch.Tensor,
-            positions_M: torch.Tensor,
-            ids_V: torch.Tensor | None,
-            sharpness: float,
-        ) -> torch.Tensor:
-            # Without the target's filters: what they would remove is seldom drawn.
-            return self._model.ops.draw(logits_MV, slots_M, positions_M, settings, ids_V, sharpness)
-
-        return draft.propose(self._lists.tensor(size), width - 1, longest, pick), None
+        return draft.propose(self._lists.tensor(size), width - 1, longest, settings), None
 
     def _step(self, rows: VerifyRows, batch: RowSegments) -> DeviceStep:
         table = self._state.table

@@ -113,7 +113,7 @@ class _SmallModel:
         runner.model.taps = ((), lambda _, step: small.states(step, pool))
         # Where the host runs a step, its forward must do the same.
         runner.model.decoder.taps = Taps((), lambda _, step: self._model.states(step, pool))
-        return SmallModelDraft(lambda step: small.forward(step, pool), runner.tables)
+        return SmallModelDraft(lambda step: small.forward(step, pool), runner.model.ops, runner.tables)
 
 
 class _TrainedDraft:

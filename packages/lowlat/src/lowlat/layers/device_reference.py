@@ -175,6 +175,21 @@ class ReferenceOps:
         """Likeliest or drawn tokens."""
         return drawing.draw(logits_MV, slots_M, positions_M, settings, ids_V, sharpness)
 
+    def walk(
+        self,
+        logits_GBV: torch.Tensor,
+        first_B: torch.Tensor,
+        embed_XE: torch.Tensor,
+        head_VE: torch.Tensor,
+        slots_B: torch.Tensor,
+        positions_GB: torch.Tensor,
+        settings: tuple[torch.Tensor, torch.Tensor] | None,
+        ids_V: torch.Tensor | None,
+        sharpness: float,
+    ) -> torch.Tensor:
+        """Columns one after the other."""
+        return drawing.walk(logits_GBV, first_B, embed_XE, head_VE, slots_B, positions_GB, settings, ids_V, sharpness)
+
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
     ) -> VerifyRows:

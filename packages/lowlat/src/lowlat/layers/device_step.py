@@ -217,6 +217,20 @@ class DeviceOps(Protocol):
     ) -> torch.Tensor:
         """As `drawing.draw`."""
 
+    def walk(
+        self,
+        logits_GBV: torch.Tensor,
+        first_B: torch.Tensor,
+        embed_XE: torch.Tensor,
+        head_VE: torch.Tensor,
+        slots_B: torch.Tensor,
+        positions_GB: torch.Tensor,
+        settings: tuple[torch.Tensor, torch.Tensor] | None,
+        ids_V: torch.Tensor | None,
+        sharpness: float,
+    ) -> torch.Tensor:
+        """As `drawing.walk`."""
+
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
     ) -> VerifyRows:

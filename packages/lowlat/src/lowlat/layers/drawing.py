@@ -73,3 +73,27 @@ def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
+
+
+def walk(
+    logits_GBV: torch.Tensor,
+    first_B: torch.Tensor,
+    embed_XE: torch.Tensor,
+    head_VE: torch.Tensor,
+    slots_B: torch.Tensor,
+    positions_GB: torch.Tensor,
+    settings: tuple[torch.Tensor, torch.Tensor] | None,
+    ids_V: torch.Tensor | None,
+    sharpness: float,
+) -> torch.Tensor:
+    """Draws G columns one after the other, each with a bias by the one before it: head_VE @ embed_XE[before].
+
+    `first_B`: what comes before the first one. Returns columns [B, G]; 0 where a row is broken.
+    """
+    before_B, columns = first_B, []
+    for logits_BV, positions_B in zip(logits_GBV, positions_GB, strict=True):
+        bias_BV = torch.nn.functional.embedding(before_B, embed_XE).float() @ head_VE.float().t()
+        scores_BV = logits_BV.float() + bias_BV
+        before_B = draw(scores_BV, slots_B, positions_B, settings, ids_V, sharpness).clamp(min=0)
+        columns.append(before_B)
+    return torch.stack(columns, 1)

@@ -17,7 +17,7 @@ from lowlat.layers.moe import Experts
 from lowlat.layers.triton import experts as expert_kernels
 from lowlat.layers.triton.activation import KINDS, gated
 from lowlat.layers.triton.attention import attend
-from lowlat.layers.triton.drawing import draw
+from lowlat.layers.triton.drawing import draw, walk
 from lowlat.layers.triton.experts import ExpertTable
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
@@ -62,14 +62,13 @@ def _table(products: Sequence[PackedLinear]) -> ExpertTable | None:
     return ExpertTable.of([product.weight_OI for product in plain], [product.bias_O for product in plain])
 
 
-NORM_INSIDE = True
-
-
 class TritonOps:
     """`DeviceOps` on a device with `processors` multiprocessors."""
 
     def __init__(self, processors: int, *, early_start: bool = False) -> None:
         """`early_start`: kernels may start while the one before them runs (`triton.early`)."""
+        self.row_products = False
+        """Whether products of several rows with small weights have a kernel of ours (`engine/row_products.py`)."""
         self._programs = 2 * processors
         self._early = early_start
         self._experts: dict[int, _LayersExperts | None] = {}
@@ -93,7 +92,7 @@ class TritonOps:
     ) -> torch.Tensor:
         """One product: of few rows by a kernel of ours, otherwise by PyTorch's."""
         result = None
-        if isinstance(linear, CudaLinear) and fits(len(x_RI), linear.weight_OI):
+        if self.row_products and isinstance(linear, CudaLinear) and fits(len(x_RI), linear.weight_OI):
             return row_product(
                 x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
                 early_start=self._early,
@@ -116,7 +115,7 @@ class TritonOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In one kernel for few rows."""
         first, stream = (residual_RH, None) if x_RH is None else (x_RH, residual_RH)
-        if NORM_INSIDE and isinstance(linear, CudaLinear) and fits(len(residual_RH), linear.weight_OI):
+        if self.row_products and isinstance(linear, CudaLinear) and fits(len(residual_RH), linear.weight_OI):
             return row_product(
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
                 activation=activation, out_dtype=out_dtype, early_start=self._early,
@@ -233,6 +232,32 @@ class TritonOps:
     ) -> torch.Tensor:
         """Likeliest or drawn tokens."""
         return draw(logits_MV, slots_M, positions_M, settings, ids_V, sharpness, early_start=self._early)
+
+    def walk(
+        self,
+        logits_GBV: torch.Tensor,
+        first_B: torch.Tensor,
+        embed_XE: torch.Tensor,
+        head_VE: torch.Tensor,
+        slots_B: torch.Tensor,
+        positions_GB: torch.Tensor,
+        settings: tuple[torch.Tensor, torch.Tensor] | None,
+        ids_V: torch.Tensor | None,
+        sharpness: float,
+    ) -> torch.Tensor:
+        """Columns one after the other."""
+        return walk(
+            logits_GBV,
+            first_B,
+            embed_XE,
+            head_VE,
+            slots_B,
+            positions_GB,
+            settings,
+            ids_V,
+            sharpness,
+            early_start=self._early,
+        )
 
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None

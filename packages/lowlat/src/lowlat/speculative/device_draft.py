@@ -30,20 +30,9 @@ SHARPNESS = 1.25
 sessions)."""
 
 
-class Pick(Protocol):
-    """Chooses guesses with the noise that the target's tokens will be drawn with."""
-
-    def __call__(
-        self,
-        logits_MV: torch.Tensor,
-        slots_M: torch.Tensor,
-        positions_M: torch.Tensor,
-        ids_V: torch.Tensor | None,
-        sharpness: float,
-    ) -> torch.Tensor:
-        """Columns of the logits, [M]; `ids_V`: the tokens that they stand for, None: themselves."""
-
-
+Settings = tuple[torch.Tensor, torch.Tensor] | None
+"""As `drawing.draw`: temperatures and seeds by batch slot. Guesses see the noise that the target's tokens will be drawn
+with, but no filters: what those would remove is seldom drawn."""
 Pack = Callable[[torch.Tensor], PackedLinear]
 """As `Platform.pack`."""
 
@@ -51,7 +40,7 @@ Pack = Callable[[torch.Tensor], PackedLinear]
 class DeviceDraft(Protocol):
     """Makes guesses for the slots of a step, on the device; nothing of it may ask the host."""
 
-    def propose(self, slots_B: torch.Tensor, count: int, longest: int, pick: Pick) -> torch.Tensor:
+    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> torch.Tensor:
         """`count` guesses [B, count] of what follows each slot's newest token; rows of the padding slot are any tokens.
         `longest`: tokens that no request exceeds, where the step is not captured."""
 
@@ -126,6 +115,10 @@ class BlockDraft:
         layers = [layer for layer in network.layers if isinstance(layer, DraftLayer)]
         self._layers = [_Layer.of(layer, config.rms_norm_eps, pack) for layer in layers]
         self._fc = pack(weight)
+        self._places_V: torch.Tensor | None = None
+        """By token: its place among those that the draft can guess; None: all of them."""
+        if network.vocabulary is not None:
+            self._places_V = network.places(torch.arange(config.vocab_size, device=device))
         self._rule = AttentionRule(window=config.sliding_window)
 
     def extend(self, features_RX: torch.Tensor, positions_R: torch.Tensor, write_slots_R: torch.Tensor) -> None:
@@ -138,7 +131,7 @@ class BlockDraft:
             kv_RYD = kv_RC.view(len(u_RH), -1, self.config.head_dim)
             ops.rope_write(kv_RYD, keys_SKD, values_SKD, step, self._rope, layer.norms)
 
-    def propose(self, slots_B: torch.Tensor, count: int, longest: int, pick: Pick) -> torch.Tensor:
+    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> torch.Tensor:
         """See `DeviceDraft`."""
         config, requests = self.config, len(slots_B)
         block = config.block_size
@@ -168,10 +161,15 @@ class BlockDraft:
         logits_GBV, next_GB = logits_MV.view(count, requests, -1), next_M.view(count, requests)
         anchor_B = self._tables.tokens_T[slots_B]
         if config.kind == "dspark":
-            return self._markov(logits_GBV, anchor_B, slots_B, next_GB, pick)
+            network, known = self.network, self.network.vocabulary
+            first_B = anchor_B if self._places_V is None else self._places_V[anchor_B]
+            embed_XE, head_VE = network.markov_embed.weight, network.markov_head.weight
+            choice = (slots_B, next_GB, settings, known, SHARPNESS)
+            return self._tokens(self._ops.walk(logits_GBV, first_B, embed_XE, head_VE, *choice))
         if config.kind == "dflash2":
-            return self._select(logits_GBV, normed_MH.view(count, requests, -1), anchor_B, slots_B, next_GB, pick)
-        places_M = pick(logits_MV, slots_B.repeat(count), next_M, self.network.vocabulary, SHARPNESS).clamp(min=0)
+            return self._select(logits_GBV, normed_MH.view(count, requests, -1), anchor_B, slots_B, next_GB, settings)
+        known = self.network.vocabulary
+        places_M = self._ops.draw(logits_MV, slots_B.repeat(count), next_M, settings, known, SHARPNESS).clamp(min=0)
         return self._tokens(places_M.view(count, requests).t().contiguous())
 
     def _tokens(self, places: torch.Tensor) -> torch.Tensor:
@@ -233,17 +231,6 @@ class BlockDraft:
         inner_QBH = sublayer(mixing.mix(x_QBH, coefficients, 0).flatten(0, 1)).view_as(x_QBH)
         return mixing.mix(inner_QBH, coefficients, 1).flatten(0, 1)
 
-    def _markov(
-        self, logits_GBV: torch.Tensor, token_B: torch.Tensor, slots_B: torch.Tensor, next_GB: torch.Tensor, pick: Pick
-    ) -> torch.Tensor:
-        places, place_B = [], self.network.places(token_B)
-        for logits_BV, next_B in zip(logits_GBV, next_GB, strict=True):
-            before_BE = F.embedding(place_B, self.network.markov_embed.weight)
-            scores_BV = torch.addmm(logits_BV, before_BE, self.network.markov_head.weight.t())
-            place_B = pick(scores_BV, slots_B, next_B, self.network.vocabulary, SHARPNESS).clamp(min=0)
-            places.append(place_B)
-        return self._tokens(torch.stack(places, 1))
-
     def _select(
         self,
         logits_GBV: torch.Tensor,
@@ -251,13 +238,13 @@ class BlockDraft:
         token_B: torch.Tensor,
         slots_B: torch.Tensor,
         next_GB: torch.Tensor,
-        pick: Pick,
+        settings: Settings,
     ) -> torch.Tensor:
         tokens = []
         for logits_BV, normed_BH, next_B in zip(logits_GBV, normed_GBH, next_GB, strict=True):
             scores_BC, candidates_BC = edge_scores(self.network, logits_BV, normed_BH, token_B)
             scores_BV = torch.full_like(logits_BV, float("-inf")).scatter_(1, candidates_BC, scores_BC)
-            token_B = pick(scores_BV, slots_B, next_B, None, SHARPNESS).clamp(min=0)
+            token_B = self._ops.draw(scores_BV, slots_B, next_B, settings, None, SHARPNESS).clamp(min=0)
             tokens.append(token_B)
         return torch.stack(tokens, 1)
 
@@ -266,11 +253,11 @@ class SmallModelDraft:
     """A small model of the same vocabulary, token after token. It computes every row that the target computes, as the
     target's taps; a checked guess twice, in return nothing has to be known about which of its entries are right."""
 
-    def __init__(self, forward: Callable[[DeviceStep], torch.Tensor], tables: SlotTables) -> None:
+    def __init__(self, forward: Callable[[DeviceStep], torch.Tensor], ops: DeviceOps, tables: SlotTables) -> None:
         """`forward`: logits of a step, whose keys and values are written to pools with the target's pages."""
-        self._forward, self._tables = forward, tables
+        self._forward, self._ops, self._tables = forward, ops, tables
 
-    def propose(self, slots_B: torch.Tensor, count: int, longest: int, pick: Pick) -> torch.Tensor:
+    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> torch.Tensor:
         """See `DeviceDraft`."""
         tables, size = self._tables, self._tables.page_size
         before_B, token_B = tables.lengths_T[slots_B], tables.tokens_T[slots_B]
@@ -284,8 +271,7 @@ class SmallModelDraft:
             length_B = (position_B + 1).where(real_B, 0).int()
             batch = RowSegments(narrow_B, first_B, real_B.int(), length_B, most_rows=1, longest=longest)
             where = (position_B, page_B * size + position_B % size, [batch], tables.pages_TP, size, None)
-            token_B = pick(self._forward(DeviceStep(token_B, *where)), slots_B, before_B + place + 1, None, 1.0).clamp(
-                min=0
-            )
+            logits_BV = self._forward(DeviceStep(token_B, *where))
+            token_B = self._ops.draw(logits_BV, slots_B, before_B + place + 1, settings).clamp(min=0)
             tokens.append(token_B)
         return torch.stack(tokens, 1)

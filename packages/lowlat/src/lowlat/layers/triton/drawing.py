@@ -41,10 +41,14 @@ def _gumbel(seed, position, ids):
 @triton.jit
 def best_kernel(
     logits_ptr, slots_ptr, positions_ptr, temperatures_ptr, seeds_ptr, ids_ptr, largest_ptr, score_ptr, where_ptr,
-    vocabulary, chunks, SHARPNESS: tl.constexpr, DRAWS: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr,
+    before_ptr, embed_ptr, head_ptr, before_stride, vocabulary, chunks, RANK: tl.constexpr, BLOCK_E: tl.constexpr,
+    SHARPNESS: tl.constexpr, DRAWS: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best token of a chunk of a row, its score, and the largest logit; NaN where there is one."""
+    """One program: the best token of a chunk of a row, its score, and the largest logit; NaN where there is one.
+
+    With a `RANK` above 0 logits have a bias by what comes before: the head's rows times the embedding of `before`.
+    """
     if EARLY:
         let_next_start()
         wait_for_previous()
@@ -53,6 +57,13 @@ def best_kernel(
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < vocabulary
     x = tl.load(logits_ptr + row * vocabulary + place, mask=inside, other=float("-inf")).to(tl.float32)
+    if RANK > 0:
+        entry = tl.arange(0, BLOCK_E)
+        before = tl.load(before_ptr + row * before_stride)
+        said_e = tl.load(embed_ptr + before * RANK + entry, mask=entry < RANK, other=0.0).to(tl.float32)
+        tile = inside[:, None] & (entry < RANK)[None, :]
+        head = tl.load(head_ptr + place.to(tl.int64)[:, None] * RANK + entry[None, :], mask=tile, other=0.0)
+        x += tl.sum(head.to(tl.float32) * said_e[None, :], axis=1)
     largest = tl.max(x, axis=0)
     broken = tl.max((x != x).to(tl.int32), axis=0) > 0
     score = x.to(tl.float64)
@@ -74,9 +85,10 @@ def best_kernel(
 
 @triton.jit
 def finish_kernel(
-    largest_ptr, score_ptr, where_ptr, tokens_ptr, chunks, BLOCK_C: tl.constexpr, EARLY: tl.constexpr
+    largest_ptr, score_ptr, where_ptr, tokens_ptr, tokens_stride, chunks, BROKEN: tl.constexpr, BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: the token of a row."""
+    """One program: the token of a row, `BROKEN` where there is none."""
     if EARLY:
         let_next_start()
         wait_for_previous()
@@ -90,7 +102,51 @@ def finish_kernel(
     usable = (broken == 0) & (tl.abs(tl.max(largest_c, axis=0)) < float("inf"))
     best = tl.max(score_c, axis=0)
     token = tl.min(tl.where(score_c == best, where_c, 2147483647), axis=0)
-    tl.store(tokens_ptr + row, tl.where(usable, token, -1).to(tl.int64))
+    tl.store(tokens_ptr + row * tokens_stride, tl.where(usable, token, BROKEN).to(tl.int64))
+
+
+class _Scratch:
+    """What two launches hand over, for rows of one size."""
+
+    def __init__(self, samples: int, vocabulary: int, device: torch.device) -> None:
+        self.chunks = triton.cdiv(vocabulary, _CHUNK)
+        self.largest_MC = torch.empty(samples, self.chunks, dtype=torch.float32, device=device)
+        self.score_MC = torch.empty(samples, self.chunks, dtype=torch.float64, device=device)
+        self.where_MC = torch.empty(samples, self.chunks, dtype=torch.int32, device=device)
+
+
+def _launch(
+    scratch: _Scratch,
+    logits_MV: torch.Tensor,
+    slots_M: torch.Tensor,
+    positions_M: torch.Tensor,
+    settings: tuple[torch.Tensor, torch.Tensor] | None,
+    ids_V: torch.Tensor | None,
+    sharpness: float,
+    columns_M: torch.Tensor,
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    early_start: bool,
+) -> None:
+    """Both launches. `columns_M` gets the result; with a `bias` (what comes before, embedding, head) 0 if broken."""
+    samples, vocabulary = logits_MV.shape
+    assert logits_MV.is_contiguous()
+    assert slots_M.is_contiguous()
+    assert positions_M.is_contiguous()
+    temperature_T, seed_T = (scratch.largest_MC, slots_M) if settings is None else settings
+    before_M, embed_XE, head_VE = bias or (slots_M, logits_MV, logits_MV)
+    rank = 0 if bias is None else head_VE.shape[1]
+    options = {"EARLY": early_start, "num_warps": 4, **early.launch_options(early_start)}
+    parts = (scratch.largest_MC, scratch.score_MC, scratch.where_MC)
+    best_kernel[(samples, scratch.chunks)](
+        logits_MV, slots_M, positions_M, temperature_T, seed_T, slots_M if ids_V is None else ids_V, *parts, before_M,
+        embed_XE, head_VE, before_M.stride(0), vocabulary, scratch.chunks, RANK=rank,
+        BLOCK_E=max(16, triton.next_power_of_2(rank)), SHARPNESS=sharpness, DRAWS=settings is not None,
+        IDS=ids_V is not None, CHUNK=_CHUNK, **options,
+    )  # fmt: skip
+    finish_kernel[(samples,)](
+        *parts, columns_M, columns_M.stride(0), scratch.chunks, BROKEN=-1 if bias is None else 0,
+        BLOCK_C=triton.next_power_of_2(scratch.chunks), **options,
+    )  # fmt: skip
 
 
 def draw(
@@ -104,23 +160,37 @@ def draw(
     early_start: bool = False,
 ) -> torch.Tensor:
     """As `drawing.draw`."""
-    samples, vocabulary = logits_MV.shape
-    assert logits_MV.is_contiguous()
-    assert slots_M.is_contiguous()
-    assert positions_M.is_contiguous()
-    chunks = triton.cdiv(vocabulary, _CHUNK)
-    device = logits_MV.device
-    largest_MC = torch.empty(samples, chunks, dtype=torch.float32, device=device)
-    score_MC = torch.empty(samples, chunks, dtype=torch.float64, device=device)
-    where_MC = torch.empty(samples, chunks, dtype=torch.int32, device=device)
-    tokens_M = torch.empty(samples, dtype=torch.int64, device=device)
-    temperature_T, seed_T = (largest_MC, slots_M) if settings is None else settings
-    options = {"EARLY": early_start, "num_warps": 4, **early.launch_options(early_start)}
-    best_kernel[(samples, chunks)](
-        logits_MV, slots_M, positions_M, temperature_T, seed_T, slots_M if ids_V is None else ids_V, largest_MC,
-        score_MC, where_MC, vocabulary, chunks, SHARPNESS=sharpness, DRAWS=settings is not None, IDS=ids_V is not None,
-        CHUNK=_CHUNK, **options,
-    )  # fmt: skip
-    block_c = triton.next_power_of_2(chunks)
-    finish_kernel[(samples,)](largest_MC, score_MC, where_MC, tokens_M, chunks, BLOCK_C=block_c, **options)
+    tokens_M = torch.empty(len(logits_MV), dtype=torch.int64, device=logits_MV.device)
+    scratch = _Scratch(len(logits_MV), logits_MV.shape[1], logits_MV.device)
+    _launch(scratch, logits_MV, slots_M, positions_M, settings, ids_V, sharpness, tokens_M, None, early_start)
     return tokens_M
+
+
+def walk(
+    logits_GBV: torch.Tensor,
+    first_B: torch.Tensor,
+    embed_XE: torch.Tensor,
+    head_VE: torch.Tensor,
+    slots_B: torch.Tensor,
+    positions_GB: torch.Tensor,
+    settings: tuple[torch.Tensor, torch.Tensor] | None,
+    ids_V: torch.Tensor | None,
+    sharpness: float,
+    *,
+    early_start: bool = False,
+) -> torch.Tensor:
+    """As `drawing.walk`: two launches a column."""
+    count, requests, vocabulary = logits_GBV.shape
+    assert embed_XE.is_contiguous()
+    assert head_VE.is_contiguous()
+    columns_BG = torch.empty(requests, count, dtype=torch.int64, device=logits_GBV.device)
+    scratch = _Scratch(requests, vocabulary, logits_GBV.device)
+    before_B = first_B
+    for place in range(count):
+        bias = (before_B, embed_XE, head_VE)
+        _launch(
+            scratch, logits_GBV[place], slots_B, positions_GB[place], settings, ids_V, sharpness, columns_BG[:, place],
+            bias, early_start,
+        )  # fmt: skip
+        before_B = columns_BG[:, place]
+    return columns_BG
