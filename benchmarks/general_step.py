@@ -382,7 +382,10 @@ def run(options: Options, directory: Path) -> Path:
     print(f"read ceiling {ceiling.tb_s} TB/s ({ceiling.method})", flush=True)
     gpus = int(options.device == "cuda")
     result: Result = new_result(
-        "general-step", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=gpus
+        "general-step" if options.library is None else "library-step",
+        simulated=Simulated(weights=True),
+        read_ceiling_tb_s=ceiling.tb_s,
+        gpus=gpus,
     )
     path: Path | None = None
     for model in options.models:
