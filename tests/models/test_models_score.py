@@ -220,6 +220,14 @@ def test_rows_inside_a_prompt(llama: Scorer):
     core.close()
 
 
+def test_plain_products_do_the_same(scorer: Scorer, monkeypatch: pytest.MonkeyPatch):
+    query, core = random_tokens(24, 51), scorer.engine()
+    expected = together(scorer, core, query, ITEMS)
+    monkeypatch.setattr("lowlat.layers.item_attention._FUSED", None)
+    assert_same(together(scorer, core, query, ITEMS), expected)
+    core.close()
+
+
 def test_long_lists_and_items_go_block_by_block(scorer: Scorer, monkeypatch: pytest.MonkeyPatch):
     query, core = random_tokens(24, 51), scorer.engine()
     expected = together(scorer, core, query, ITEMS)

@@ -11,7 +11,7 @@ N = K * G query heads, D head dimension, P tokens of a part, B items of a batch,
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,10 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 _SCORE_ENTRIES = 1 << 23
 """Scores computed at a time."""
+
+_FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""PyTorch's attention for CPUs, which also tells the log-sum-exp. Its public door does not; without it plain products
+do the same."""
 
 
 def item_attention(
@@ -95,7 +99,7 @@ def _span(
             # Key j of the span is (length - j) + before tokens behind the row; a window reaches window - 1 back.
             back_TP = length - torch.arange(length, device=q_TND.device) + before_T[first : first + block, None]
             mask = (back_TP >= window).repeat_interleave(heads // kv_heads, dim=0)
-        out_KXD, lse_KX = _attend(q_KXD, keys_KPD, values_KPD, mask, scale)
+        out_KXD, lse_KX = _attend(q_KXD, keys_KPD, values_KPD, mask, scale, blind=mask is not None)
         count = len(q_part)
         outs.append(out_KXD.view(kv_heads, count, -1, dim).transpose(0, 1).reshape(count, heads, dim))
         sums.append(lse_KX.view(kv_heads, count, -1).transpose(0, 1).reshape(count, heads))
@@ -128,7 +132,8 @@ def _own_items(
                 q_BLKGD = q_TND[rows_BL[:, begin:end]].view(count, end - begin, kv_heads, -1, dim)
                 hidden = _hidden(begin, end, window, q_TND.device).repeat_interleave(heads // kv_heads, dim=0)
                 q_BKXD = q_BLKGD.transpose(1, 2).reshape(count, kv_heads, -1, dim)
-                out_BKXD, lse_BKX = _attend(q_BKXD, keys_BKLD[:, :, :end], values_BKLD[:, :, :end], hidden, scale)
+                seen = keys_BKLD[:, :, :end], values_BKLD[:, :, :end]
+                out_BKXD, lse_BKX = _attend(q_BKXD, *seen, hidden, scale, blind=False)
                 out_BLKGD = out_BKXD.view(count, kv_heads, end - begin, -1, dim).transpose(1, 2)
                 lse_BLKG = lse_BKX.view(count, kv_heads, end - begin, -1).transpose(1, 2)
                 parts.append((out_BLKGD.flatten(2, 3), lse_BLKG.flatten(2)))
@@ -144,12 +149,21 @@ def _hidden(begin: int, end: int, window: int, device: torch.device) -> torch.Te
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None, scale: float, *, blind: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with its log-sum-exp, in float32: [..., X, D] and [..., X] of q [..., X, D] and keys [..., P, D].
 
-    `hidden` [X, P] is true where a row does not see a key; a row that sees none gets zeros and minus infinity.
+    `hidden` [X, P] is true where a row does not see a key. `blind`: some rows may see none; they get zeros and minus
+    infinity.
     """
+    if _FUSED is not None and q.device.type == "cpu" and not blind:
+        mask = None
+        if hidden is not None:
+            mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+        single = q.dim() == 3
+        parts = [part.unsqueeze(0) if single else part for part in (q, keys, values)]
+        out, lse = _FUSED(*parts, 0.0, False, attn_mask=mask, scale=scale)
+        return (out[0].float(), lse[0]) if single else (out.float(), lse)
     scores = torch.matmul(q, keys.transpose(-1, -2)).float() * scale
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
