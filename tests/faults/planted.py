@@ -429,6 +429,22 @@ PLANTS = (
         "engine/test_engine_ranks.py::test_two_and_four_ranks_answer_like_one",
     ),
     _plant(
+        "A53",
+        "a rank on a GPU goes on with a token of its own where rank 0 draws",
+        "engine/device_choice.py",
+        "        self._communicator.broadcast(samples.tokens_M)\n",
+        "        samples.tokens_M *= self._communicator.shard.rank == 0\n",
+        "engine/test_engine_device_ranks.py::test_ranks_go_on_with_the_same_tokens_as_one",
+    ),
+    _plant(
+        "A53",
+        "a rank on a GPU goes on with its own best token",
+        "layers/row_sums.py",
+        "pairs_K2M[:, 1].gather(0, rank_M[None])[0].long()",
+        "pair_2M[1].long()",
+        "engine/test_engine_device_ranks.py::test_ranks_go_on_with_the_same_tokens_as_one",
+    ),
+    _plant(
         "A57",
         "health looks at the process alone",
         "engine/client.py",
