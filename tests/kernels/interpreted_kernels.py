@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expert_cases import check_experts
+from filter_cases import filter_case
 from kernel_cases import PagedCase, by_hand
 from step_cases import check_begin, check_greedy
 
@@ -17,6 +18,7 @@ from lowlat.layers.device_step import DeviceStep
 from lowlat.layers.rope import Rope
 from lowlat.layers.triton import attention
 from lowlat.layers.triton.activation import gated
+from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import product
 from lowlat.layers.triton.rope_write import rope_write
@@ -67,6 +69,12 @@ def test_gated_products(activation):
     linear = CudaLinear(torch.randn(2 * 21, 40), torch.randn(2 * 21))
     result, _ = product(x, linear.weight_OI, linear.bias_O, norm_I=norm, eps=1e-5, activation=activation)
     close(result, REFERENCE.add_norm_product(None, x, norm, 1e-5, linear, activation)[0])
+
+
+@pytest.mark.parametrize(("vocabulary", "seed"), [(600, 1), (40, 2)])
+def test_filters(vocabulary, seed):
+    case = filter_case(vocabulary, seed)
+    assert torch.equal(keep_likely(*case), REFERENCE.keep_likely(*case))
 
 
 @pytest.mark.parametrize("slots", [[4], [2, 0, 1], [3, 5, 5]])

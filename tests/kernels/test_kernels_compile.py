@@ -21,6 +21,7 @@ from lowlat.layers.triton import (  # noqa: E402
     attention,
     drawing,
     experts,
+    filtering,
     norm,
     product,
     rope_write,
@@ -205,6 +206,31 @@ def test_small_kernels_fit(target, tmp_path):
             | {"pages_ptr": integers, "after_ptr": integers, "row_ptr": integers, "count": "i32", "width": "i32"},
             {"PAGE": 16, "BLOCK": 8},
             1,
+        ),
+        (
+            filtering.count_kernel,
+            {"scores_ptr": floats, "best_ptr": floats, "temperature_ptr": floats, "found_ptr": "*i64"}
+            | {"counts_ptr": integers, "masses_ptr": "*fp64", "vocabulary": "i32", "chunks": "i32"},
+            {"SHIFT": 28, "BINS": 16, "CHUNK": 512},
+            8,
+        ),
+        (
+            filtering.pick_kernel,
+            dict.fromkeys(["found_ptr", "above_ptr", "ties_ptr", "top_k_ptr", "first_found_ptr"], "*i64")
+            | dict.fromkeys(["first_above_ptr", "first_ties_ptr"], "*i64")
+            | dict.fromkeys(["masses_ptr", "mass_ptr", "total_ptr", "top_p_ptr", "first_mass_ptr"], "*fp64")
+            | {"counts_ptr": integers, "chunks": "i32"},
+            {"BY_MASS": True, "FIRST": False, "BINS": 16, "BLOCK_C": 512},
+            8,
+        ),
+        (
+            filtering.keep_kernel,
+            dict.fromkeys(["scores_ptr", "best_ptr", "temperature_ptr", "out_ptr"], floats)
+            | dict.fromkeys(["top_k_ptr", "k_found_ptr", "k_above_ptr", "k_ties_ptr", "p_found_ptr"], "*i64")
+            | dict.fromkeys(["top_p_ptr", "min_p_ptr", "total_ptr", "k_mass_ptr", "p_mass_ptr"], "*fp64")
+            | {"ties_ptr": integers, "vocabulary": "i32", "chunks": "i32"},
+            {"CHUNK": 512, "BLOCK_C": 512},
+            4,
         ),
         (
             slots.put_tokens_kernel,

@@ -59,19 +59,22 @@ def choose(
 
     `guesses_BG`: rows are those of B requests, G + 1 for each, and follow the guesses before them.
     """
-    if not mode.rules and not mode.filters and mode.logprobs < 0:
-        settings = (state.temperature_T, state.seed_T) if mode.draws else None
-        return Samples(ops.draw(logits_MV, slots_M, positions_M, settings))
     scores_MV = _ruled(logits_MV, slots_M, positions_M, state, guesses_BG) if mode.rules else logits_MV
-    best_M, tokens_M = scores_MV.max(dim=-1)
-    if mode.draws:
-        temperature_M = state.temperature_T[slots_M]
+    temperature_M = state.temperature_T[slots_M] if mode.draws else None
+    if temperature_M is not None:
         greedy_M = temperature_M < MIN_TEMPERATURE
-        ids_V = torch.arange(scores_MV.shape[-1], device=scores_MV.device)
-        drawn_MV = scores_MV.double() / torch.where(greedy_M, 1.0, temperature_M).double()[:, None]
-        noise_MV = gumbel(state.seed_T[slots_M], positions_M, ids_V)
+        temperature_M = torch.where(greedy_M, 1.0, temperature_M)
         if mode.filters:
-            drawn_MV = _filtered(scores_MV, drawn_MV, slots_M, state)
+            settings = (state.top_k_T[slots_M], state.top_p_T[slots_M], state.min_p_T[slots_M])
+            scores_MV = ops.keep_likely(scores_MV, temperature_M, *settings)
+    if not mode.rules and mode.logprobs < 0:
+        drawing = (state.temperature_T, state.seed_T) if mode.draws else None
+        return Samples(ops.draw(scores_MV, slots_M, positions_M, drawing))
+    best_M, tokens_M = scores_MV.max(dim=-1)
+    if temperature_M is not None:
+        ids_V = torch.arange(scores_MV.shape[-1], device=scores_MV.device)
+        drawn_MV = scores_MV.double() / temperature_M.double()[:, None]
+        noise_MV = gumbel(state.seed_T[slots_M], positions_M, ids_V)
         tokens_M = torch.where(greedy_M, tokens_M, (drawn_MV + noise_MV).argmax(dim=-1))
     usable_M = (logits_MV.amax(dim=-1) if mode.rules else best_M).isfinite()
     samples = Samples(torch.where(usable_M, tokens_M, -1))
@@ -105,29 +108,6 @@ def _ruled(
     scores_MV = scores_MV - torch.where(counts_MV > 0, frequency_M1 * counts_MV + presence_M1, 0.0)
     early_M1 = (positions_M < rules.banned_until_T[slots_M])[:, None]
     return scores_MV.masked_fill(rules.banned_TV[slots_M] & early_M1, float("-inf"))
-
-
-def _filtered(
-    scores_MV: torch.Tensor, drawn_MV: torch.Tensor, slots_M: torch.Tensor, state: DeviceState
-) -> torch.Tensor:
-    """`drawn_MV`, logits over temperature in float64, without the tokens that top-k, top-p and min-p remove."""
-    top_k_M, top_p_M, min_p_M = (table[slots_M] for table in (state.top_k_T, state.top_p_T, state.min_p_T))
-    best_M, temperature_M = scores_MV.amax(dim=-1), state.temperature_T[slots_M]
-    temperature_M = torch.where(temperature_M < MIN_TEMPERATURE, 1.0, temperature_M)
-    scaled_MV = (scores_MV - best_M[:, None]) / temperature_M[:, None]
-    sorted_MV, ids_MV = scaled_MV.sort(dim=-1, descending=True, stable=True)
-    place_V = torch.arange(scaled_MV.shape[-1], device=scaled_MV.device)
-    cut_MV = (place_V >= top_k_M[:, None]) & (top_k_M > 0)[:, None]
-    probabilities_MV = sorted_MV.masked_fill(cut_MV, float("-inf")).softmax(-1, dtype=torch.float64)
-    cumulative_MV = probabilities_MV.cumsum(-1)
-    # The fewest most likely tokens whose mass reaches top_p, of those the ones that min_p lets pass; at least one.
-    reached_M = torch.searchsorted(cumulative_MV, top_p_M[:, None])[:, 0] + 1
-    kept_M = torch.where(top_p_M < 1.0, reached_M, len(place_V))
-    kept_M = torch.where(top_k_M > 0, kept_M.minimum(top_k_M), kept_M)
-    likely_M = (probabilities_MV >= (min_p_M * probabilities_MV[:, 0])[:, None]).sum(-1)
-    kept_M = torch.where(min_p_M > 0.0, kept_M.minimum(likely_M), kept_M).clamp(1, len(place_V))
-    removed_MV = torch.empty_like(cut_MV).scatter_(1, ids_MV, place_V >= kept_M[:, None])
-    return drawn_MV.masked_fill(removed_MV, float("-inf"))
 
 
 def _add_logprobs(samples: Samples, logits_MV: torch.Tensor, tokens_M: torch.Tensor, count: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lowlat.layers import drawing, verify
+from lowlat.layers import drawing, filtering, verify
 from lowlat.layers.activation import GATED
 from lowlat.layers.attention import AttentionRule, masked_attention
 from lowlat.layers.device_step import DecodeRows, DeviceStep, RowSegments
@@ -174,6 +174,17 @@ class ReferenceOps:
     ) -> torch.Tensor:
         """Likeliest or drawn tokens."""
         return drawing.draw(logits_MV, slots_M, positions_M, settings, ids_V, sharpness)
+
+    def keep_likely(
+        self,
+        scores_MV: torch.Tensor,
+        temperature_M: torch.Tensor,
+        top_k_M: torch.Tensor,
+        top_p_M: torch.Tensor,
+        min_p_M: torch.Tensor,
+    ) -> torch.Tensor:
+        """What top-k, top-p and min-p let pass."""
+        return filtering.keep_likely(scores_MV, temperature_M, top_k_M, top_p_M, min_p_M)
 
     def walk(
         self,

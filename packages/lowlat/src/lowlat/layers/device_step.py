@@ -217,6 +217,16 @@ class DeviceOps(Protocol):
     ) -> torch.Tensor:
         """As `drawing.draw`."""
 
+    def keep_likely(
+        self,
+        scores_MV: torch.Tensor,
+        temperature_M: torch.Tensor,
+        top_k_M: torch.Tensor,
+        top_p_M: torch.Tensor,
+        min_p_M: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `filtering.keep_likely`."""
+
     def walk(
         self,
         logits_GBV: torch.Tensor,

@@ -19,6 +19,7 @@ from lowlat.layers.triton.activation import KINDS, gated
 from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.drawing import draw, walk
 from lowlat.layers.triton.experts import ExpertTable
+from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
@@ -232,6 +233,17 @@ class TritonOps:
     ) -> torch.Tensor:
         """Likeliest or drawn tokens."""
         return draw(logits_MV, slots_M, positions_M, settings, ids_V, sharpness, early_start=self._early)
+
+    def keep_likely(
+        self,
+        scores_MV: torch.Tensor,
+        temperature_M: torch.Tensor,
+        top_k_M: torch.Tensor,
+        top_p_M: torch.Tensor,
+        min_p_M: torch.Tensor,
+    ) -> torch.Tensor:
+        """What top-k, top-p and min-p let pass."""
+        return keep_likely(scores_MV, temperature_M, top_k_M, top_p_M, min_p_M)
 
     def walk(
         self,
