@@ -89,7 +89,7 @@ def _replayed(chain: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
         chain()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = chain()
     best = math.inf
     for _ in range(_REPEATS):
