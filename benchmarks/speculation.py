@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from lowlat.bench import results, stats
-from lowlat.engine.device_runner import DeviceExecutor
+from lowlat.engine.device_executor import DeviceExecutor
 from lowlat.engine.request import EngineStats, SamplingParams
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.offline import Engine
@@ -120,6 +120,9 @@ def main() -> None:
             if table is not None:
                 times = ", ".join(f"{rows}: {seconds * 1e3:.2f}" for rows, seconds in table.table())
                 print(f"{path} {spec}: milliseconds of a step by rows: {times}", file=sys.stderr, flush=True)
+    for engine in engines.values():  # what comes up for the first time does not count
+        for temperature in (0.0, 0.8):
+            answer(engine, prompts[0][1], SamplingParams(max_tokens=32, temperature=temperature, ignore_eos=True))
     samples: dict[tuple[str, str, float], list[Sample]] = {}
     for number, (name, prompt) in enumerate(prompts * arguments.rounds):
         for temperature in (0.0, 0.8):
