@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from lowlat.engine import build, ranks
+from lowlat.engine.config import EngineConfig
 from lowlat.engine.device_executor import DeviceExecutor
 from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.executor import ExecutorError
@@ -98,6 +99,26 @@ def test_ranks_read_the_same_labels(tiny: Path):
     for other in found[1:]:
         for mine, theirs in zip(other, found[0], strict=True):
             assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+def test_ranks_are_told_what_auto_means(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else they would meet over gloo and compute on GPUs."""
+    told = []
+
+    class GpuPlatform(device_rank.KeepingPlatform):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.device = torch.device("cuda", rank)
+
+    def start(config: EngineConfig) -> None:
+        told.append(config.device)
+        raise SetupError("enough")
+
+    monkeypatch.setattr(build, "select", lambda device, rank: GpuPlatform(rank))
+    monkeypatch.setattr(ranks.RankGroup, "start", start)
+    with pytest.raises(SetupError, match="enough"):
+        Engine(model=str(tiny), tensor_parallel=2, device="auto")
+    assert told == ["cuda"]
 
 
 def test_a_rank_that_fails_ends_all_with_its_own_words(tiny: Path, monkeypatch: pytest.MonkeyPatch):

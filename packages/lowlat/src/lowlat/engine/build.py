@@ -86,7 +86,9 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
         SetupError, CheckpointError, UnsupportedModelError: the configuration or the model cannot be used.
     """
     _check_sessions(config)
-    _platform(config, config.tensor_parallel - 1)
+    # The last rank's, so that too few GPUs are noticed here; and ranks must not each find out what `auto` means.
+    device = _platform(config, config.tensor_parallel - 1).device.type
+    config = msgspec.structs.replace(config, device=device)
     checkpoint = open_checkpoint(config.model, progress=progress)
     group = RankGroup.start(config) if config.tensor_parallel > 1 else None
     try:
