@@ -309,7 +309,7 @@ def start(got: argparse.Namespace, folder: Path) -> list[Part]:
         parts.append(Part(name, [[*command, "--rank", str(rank)] for rank in range(size)], {}))
     if got.what != "sums":
         parts += [steps(size, "") for size in sizes]
-        parts += [steps(size, "1") for size in sizes if size > 1]
+        parts += [steps(size, "1") for size in sizes if size > 1 and "nccl" in got.arms.split(",")]
     return parts
 
 
@@ -318,6 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=["all", "sums", "steps"], default="all")
     parser.add_argument("--tp", default="1,2", help="numbers of GPUs")
+    parser.add_argument("--arms", default="general,nccl", help="of steps")
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--batches", default="1,4,8", help="requests that decode at a time")
     parser.add_argument("--context", type=int, default=1024)
