@@ -210,8 +210,8 @@ def test_small_kernels_fit(target, tmp_path):
         (
             filtering.count_kernel,
             {"scores_ptr": floats, "best_ptr": floats, "temperature_ptr": floats, "found_ptr": "*i64"}
-            | {"counts_ptr": integers, "masses_ptr": "*fp64", "vocabulary": "i32", "chunks": "i32"},
-            {"SHIFT": 28, "BINS": 16, "CHUNK": 512},
+            | {"counts_ptr": integers, "masses_ptr": "*fp64", "vocabulary": "i32", "chunks": "i32", "shift": "i32"},
+            {"BINS": 16, "CHUNK": 512},
             8,
         ),
         (

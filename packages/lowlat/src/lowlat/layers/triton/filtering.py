@@ -39,17 +39,17 @@ def _weight(key):
     return tl.exp(bits.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def count_kernel(
-    scores_ptr, best_ptr, temperature_ptr, found_ptr, counts_ptr, masses_ptr, vocabulary, chunks,
-    SHIFT: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    scores_ptr, best_ptr, temperature_ptr, found_ptr, counts_ptr, masses_ptr, vocabulary, chunks, shift,
+    BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program: tokens of a chunk of a row, and their mass, by the next bits of keys with the bits found."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < vocabulary
     _, scaled = _scaled(scores_ptr, best_ptr, temperature_ptr, row, place, inside, vocabulary)
-    key = _key(scaled) >> SHIFT
+    key = _key(scaled) >> shift
     bins = tl.arange(0, BINS)
     wanted = tl.load(found_ptr + row) * BINS + bins
     hit = (key[None, :] == wanted[:, None]) & inside[None, :]
@@ -179,8 +179,8 @@ def keep_likely(
     for by_mass, (found_M, above_M, mass_M, own_M) in enumerate((first, (p_found_M, p_above_M, p_mass_M, p_ties_M))):
         for turn in range(_ROUNDS):
             count_kernel[grid](
-                *rows, found_M, counts_MCB, masses_MCB, vocabulary, chunks,
-                SHIFT=32 - _BITS * (turn + 1), BINS=bins, CHUNK=_CHUNK, num_warps=8,
+                *rows, found_M, counts_MCB, masses_MCB, vocabulary, chunks, 32 - _BITS * (turn + 1),
+                BINS=bins, CHUNK=_CHUNK, num_warps=8,
             )  # fmt: skip
             pick_kernel[(samples,)](
                 counts_MCB, masses_MCB, found_M, above_M, mass_M, own_M, total_M, top_k_M, top_p_M, *first, chunks,
