@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -25,9 +26,10 @@ from lowlat.models.loading.errors import CheckpointError
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import SingleRank
 from lowlat.platform.base import PackedLinear
+from lowlat.speculative import int8_linear
 from lowlat.speculative.device_draft import SHARPNESS, BlockDraft, DeviceDraft, SmallModelDraft
 from lowlat.speculative.dflash import BlockProposer, draft_layout
-from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft
+from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft, shipped_draft
 from lowlat.speculative.draft_model import ModelProposer
 from lowlat.speculative.draft_network import DraftNetwork
 from lowlat.speculative.proposer import Choose, Proposer
@@ -59,14 +61,15 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build
         if config.draft is not None:
             raise SetupError(f"--draft {config.draft}: --spec {config.spec} has no use for it; leave it out")
         return None
-    if config.draft is None:
+    path = config.draft or shipped_draft(config.model, config.spec)
+    if path is None:
         what = "a model folder or file" if config.spec == "draft-model" else "a folder that lowlat train-draft wrote"
         raise SetupError(f"--spec {config.spec} needs --draft PATH: {what}")
     if config.spec == "draft-model":
-        return _SmallModel(config.draft, checkpoint, build)
+        return _SmallModel(path, checkpoint, build)
     if not isinstance(model, Decoder):
         raise SetupError(f"--spec {config.spec} needs a dense decoder; {config.model} is none: use --spec ngram")
-    return _TrainedDraft(config.spec, config.draft, checkpoint, model, build)
+    return _TrainedDraft(config.spec, path, checkpoint, model, build)
 
 
 def _choose(runner: ModelRunner, tokens_V: torch.Tensor | None = None, sharpness: float = 1.0) -> Choose:
@@ -139,20 +142,31 @@ class _TrainedDraft:
         layout = draft_layout(self._network, 1, 1)
         self.token_bytes = layout.layers * layout.bytes_per_layer
         self._model = model
-        self._head = _whole_head(checkpoint, model, build, self._network.vocabulary)
+        self._head_weight = lambda: _whole_head(checkpoint, model, build, self._network.vocabulary)
         self._dtype, self._pack = build.dtype, build.platform.pack
 
     def bind(self, runner: ModelRunner) -> Proposer:
         pages, size = _pool_size(runner)
         pool = KVPool(draft_layout(self._network, pages, size), torch.device("cpu"))
         choose = _choose(runner, self._network.vocabulary, SHARPNESS)
-        head, dtype = self._head, self._dtype
-        proposer = BlockProposer(
-            self._network, pool, runner, self._model.embed, lambda x_RH: head(x_RH.to(dtype)).float(), choose=choose
-        )
+        network, head = self._network, self._host_head()
+        if int8_linear.available():
+            network = int8_linear.with_int8(network)
+        proposer = BlockProposer(network, pool, runner, self._model.embed, head, choose=choose)
         if runner.rank == 0:
             self._model.taps = Taps(self._network.config.target_layer_ids, proposer.extend)
         return proposer
+
+    def _host_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight_VH = self._head_weight()
+        if int8_linear.available() and weight_VH is not None:
+            return int8_linear.int8_product(weight_VH)
+        head, dtype = self._device_head(), self._dtype
+        return lambda x_RH: head(x_RH.to(dtype)).float()
+
+    def _device_head(self) -> PackedLinear:
+        weight_VH = self._head_weight()
+        return self._model.head if weight_VH is None else self._pack(weight_VH)
 
     def bind_device(self, runner: DeviceRunner) -> DeviceDraft:
         config = self._network.config
@@ -163,7 +177,7 @@ class _TrainedDraft:
             runner.tables,
             positions=self._positions,
             embed=self._model.embed,
-            head=self._head,
+            head=self._device_head(),
             pack=self._pack,
         )
         layers = tuple(sorted(config.target_layer_ids))
@@ -188,14 +202,13 @@ def _pool_size(runner: ModelRunner) -> tuple[int, int]:
 
 def _whole_head(
     checkpoint: Checkpoint, model: Decoder, build: BuildContext, vocabulary: torch.Tensor | None
-) -> PackedLinear:
-    """The target's head on this rank alone: logits of normed states, of the tokens `vocabulary` if not of all."""
-    head = model.head
-    if vocabulary is not None or build.communicator.shard.size > 1:
-        tied = model.config.tie_word_embeddings
-        weight_VH = model.embedding_VH if tied else checkpoint.tensor("lm_head.weight", build.dtype)
-        head = build.platform.pack(weight_VH if vocabulary is None else weight_VH.index_select(0, vocabulary))
-    return head
+) -> torch.Tensor | None:
+    """Weights of the target's head for the tokens `vocabulary`, of all ranks; None: the model's own has just those."""
+    if vocabulary is None and build.communicator.shard.size == 1:
+        return None
+    tied = model.config.tie_word_embeddings
+    weight_VH = model.embedding_VH if tied else checkpoint.tensor("lm_head.weight", build.dtype)
+    return weight_VH if vocabulary is None else weight_VH.index_select(0, vocabulary)
 
 
 def _check_target(config: DraftConfig, model: Decoder) -> None:

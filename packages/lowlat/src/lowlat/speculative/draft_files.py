@@ -7,6 +7,7 @@ with `fc.weight_columns`, by which its columns are multiplied then: features dif
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,12 @@ from safetensors.torch import load_file, save_file
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
 """By the name that `--spec` has for them."""
+
+
+def shipped_draft(model: str, kind: str) -> str | None:
+    """Folder of the draft of this kind that comes with lowlat for an embedded model; None: there is none."""
+    folder = Path(__file__).parents[1] / "drafts" / f"{model}-{kind}"
+    return str(folder) if re.fullmatch(r"[\w-]+", model) and (folder / "config.json").exists() else None
 
 
 class DraftFileError(Exception):
