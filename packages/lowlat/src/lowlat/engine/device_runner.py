@@ -257,6 +257,7 @@ class DeviceRunner:
                 try:
                     checked, again = verifier.run(*step, on_kernels=True), self._run_again
                 except StepFailed:
+                    self._alone()
                     log.warning("step %d runs on the general path", plan.step)
                     route = FAILED
             self.kernels.low.counters.add(route)
@@ -315,6 +316,7 @@ class DeviceRunner:
                 body = self._kernel_body(kernels, size, mode)
                 samples = self.bodies.run(("kernels", size, mode), body)
             except StepFailed:
+                self._alone()
                 log.warning("step %d runs on the general path", plan.step)
                 route = FAILED
         kernels.low.counters.add(route)
@@ -323,6 +325,12 @@ class DeviceRunner:
         for slot in slots:
             self._lengths[slot] += 1
         return self._pending(plan, samples, slots, again=self._run_again)
+
+    def _alone(self) -> None:
+        """Other ranks cannot be asked to begin a step again (decision 0303): with some, this is the engine's end."""
+        if self.host.communicator.shard.size > 1:
+            assert self.kernels is not None
+            raise StepFailed(self.kernels.low.report().reasons[-1])
 
     def _prepare_kernels(self, kernels: DeviceKernels, size: int, mode: SamplingMode) -> None:
         kernels.reserve(size)
@@ -340,6 +348,7 @@ class DeviceRunner:
         assert self.kernels is not None
         if not self.kernels.failed():
             return False
+        self._alone()
         flights = list(self._in_flight)
         while flights[0].pending is not failed:
             del flights[0]
