@@ -50,6 +50,8 @@ SUMS = [(1, 4096), (6, 4096), (8, 7168), (64, 4096), (128, 4096)]
 """Rows and width."""
 IN_A_ROW = 40
 """Sums of one graph."""
+CHUNK = 64
+"""Tokens of a prompt in a step: few, so that few kinds of steps have to be captured."""
 ENV_NCCL = "LOWLAT_BENCH_NCCL"
 """Set where engines must not push."""
 
@@ -232,13 +234,13 @@ def engine_steps(got: argparse.Namespace, size: int, turn: Turn) -> None:
         tensor_parallel=size,
         max_batch=max(batches),
         run_ahead=2,
-        max_context=got.context + 2 * got.steps + 64,
-        kv_tokens=max(batches) * (got.context + 2 * got.steps + 128),
+        max_context=got.context + answer(max(batches), got.context, got.steps),
+        kv_tokens=max(batches) * (got.context + answer(max(batches), got.context, got.steps) + 16),
         low_latency="off",
         prefix_cache=False,
         seed=0,
-        chunk_tokens=64,
-    )  # fmt: skip  (short chunks: few kinds of steps to capture)
+        chunk_tokens=CHUNK,
+    )
     started = time.perf_counter()
     core, _, _ = build.build_engine(config, lambda *_: None)
     print(f"{got.model}, TP {size}, {arm}: ready in {time.perf_counter() - started:.1f} s", flush=True)
@@ -250,7 +252,8 @@ def engine_steps(got: argparse.Namespace, size: int, turn: Turn) -> None:
             row = row_from_samples(
                 samples, workload=got.model, arm=arm, metric="step_us", rows=batch, context=got.context, tp=size,
                 dtype="bfloat16", concurrency=batch,
-                note="engine in process: scheduler, sampling, run-ahead 2; the context was computed",
+                note="engine in process: scheduler, sampling, run-ahead 2; prompts were computed, and requests "
+                "that came first are longer by the steps that others' prompts took",
             )  # fmt: skip
             rows.append(row)
             print(f"TP {size}, {arm}, {batch} requests: {row.median:8.1f} us [{row.low:.1f}, {row.high:.1f}]; ", end="")
@@ -261,9 +264,14 @@ def engine_steps(got: argparse.Namespace, size: int, turn: Turn) -> None:
         core.close()
 
 
+def answer(batch: int, context: int, steps: int) -> int:
+    """Tokens that the first request may generate until the last one's prompt is computed and all are measured."""
+    return batch * -(-context // CHUNK) + steps + 64
+
+
 def decode(core: EngineCore, batch: int, context: int, steps: int, vocabulary: int) -> tuple[list[float], list[int]]:
     """Microseconds between the tokens of `steps` steps of `batch` requests, and the first one's tokens."""
-    sampling = SamplingParams(max_tokens=2 * steps + 40, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=answer(batch, context, steps), temperature=0, ignore_eos=True)
     for request in range(batch):
         prompt = [(request * 7919 + place * 31) % (vocabulary - 3) + 3 for place in range(context)]
         core.submit(GenerateRequest(id=str(request), prompt_ids=prompt, sampling=sampling))
