@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device_kit import EngineSize, make_engine, make_runner, reference_ops
@@ -121,6 +122,25 @@ def test_a_row_that_is_not_numbers_ends_its_own_request_alone(tmp_path_factory):
     result = runner.run(again)
     assert result.bad_slots == [0]
     assert_same(torch.tensor(result.label_logprobs[1]), torch.tensor(expected))
+
+
+def test_every_row_of_a_step_belongs_to_one_segment():
+    """Padding too, and that of decode rows: attention writes the rows of every segment."""
+    for chunk in (1, 15, 16, 130, 512):
+        for decodes in range(9):
+            plan = StepPlan(0, [], [], [PrefillChunk(0, 0, [1] * chunk, False)], list(range(1, decodes + 1)))
+            found = ChunkRows(plan, [5] * 12, 12)
+            kind = found.kind
+            split = np.split(found.packed(), [5 * kind.rows, 5 * kind.rows + 5 * kind.segments])
+            segments_5B, decodes_4C = split[1].reshape(5, -1), split[2].reshape(4, -1)
+            covered = [
+                row
+                for _, first, rows in [*segments_5B[:3].T.tolist(), *decodes_4C[:3].T.tolist()]
+                for row in range(first, first + rows)
+            ]
+            assert sorted(covered) == list(range(kind.rows))
+            assert (decodes_4C[2] == 1).all()
+            assert decodes_4C[3].tolist() == [6] * decodes + [0] * (kind.decodes - decodes)
 
 
 def test_steps_of_many_sizes_are_few_kinds():

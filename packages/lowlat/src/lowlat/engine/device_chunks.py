@@ -112,13 +112,17 @@ class ChunkRows:
         self._count += count
 
     def _pad(self, padding_slot: int, rows: int) -> ChunkKind:
-        """Round up, and add the segment of padding rows, which see nothing."""
-        rows += self._decodes.shape[1]
-        extra = rows - self._count
+        """Round up, and add padding, which sees nothing: a segment of rows, and rows of decodes behind it."""
+        fill = rows - self.decode_rows.start
+        idle = range(len(self.decode_rows), self._decodes.shape[1])
         longest_segment = max(count for _, _, count, _, _ in self._segments)
-        if extra:
-            self._segments.append((padding_slot, self._count, extra, 0, 0))
-            self._rows.append(([0] * extra, [padding_slot] * extra, *([[0] * extra] * 3)))
+        if fill:
+            self._segments.append((padding_slot, self._count, fill, 0, 0))
+        for place, entry in enumerate(idle, self._count + fill):
+            self._decodes[:, entry] = (padding_slot, place, 1, 0)
+        extra = fill + len(idle)
+        self._rows.append(([0] * extra, [padding_slot] * extra, *([[0] * extra] * 3)))
+        rows += self._decodes.shape[1]
         segments = max(_LEAST_SEGMENTS, _power_of_two(len(self._segments)))
         # Padding may exceed it: what lies beyond sees nothing either.
         short = longest_segment <= _SHORT_ROWS
