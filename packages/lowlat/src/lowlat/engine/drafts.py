@@ -142,7 +142,8 @@ class _TrainedDraft:
         layout = draft_layout(self._network, 1, 1)
         self.token_bytes = layout.layers * layout.bytes_per_layer
         self._model = model
-        self._head_weight = lambda: _whole_head(checkpoint, model, build, self._network.vocabulary)
+        vocabulary = self._network.vocabulary
+        self._head_weight: Callable[[], torch.Tensor | None] = lambda: _whole_head(checkpoint, model, build, vocabulary)
         self._dtype, self._pack = build.dtype, build.platform.pack
 
     def bind(self, runner: ModelRunner) -> Proposer:
