@@ -55,25 +55,27 @@ def check_case(
 
 
 def time_step(built: DenseStep, step: StepTensors, count: int = 40) -> list[float]:
-    """Microseconds of single launches, sorted."""
-    for _ in range(5):
+    """Microseconds of launches that follow each other, sorted; as many as take 0.2 s come before."""
+    begin = time.time()
+    while time.time() - begin < 0.2:
         built.run(step)
-    torch.cuda.synchronize()
-    times = []
+        torch.cuda.synchronize()
+    marks = []
     for _ in range(count):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         built.run(step)
         end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
+        marks.append((start, end))
+    torch.cuda.synchronize()
     built.check()
-    return sorted(times)
+    return sorted(start.elapsed_time(end) * 1e3 for start, end in marks)
 
 
 def show_stamps(built: DenseStep, step: StepTensors) -> None:
     """Mean cycles of each stage over blocks and inner layers."""
-    built.run(step)
+    for _ in range(200):
+        built.run(step)
     built.check()
     marks = built.stamps[:, 1:-2].double()
     following = built.stamps[:, 2:-1, 0].double()
@@ -114,9 +116,9 @@ def main() -> None:
     parser.add_argument("--rings", default="96", help="ring sizes in KB")
     parser.add_argument("--units", default="2", help="units of 8 cached tokens in flight, each warp")
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--probes", default="1")
+    parser.add_argument("--probes", default="2", help="more rows than these are waited for by one vector")
     parser.add_argument("--copies", default="4")
-    parser.add_argument("--idle", default="200")
+    parser.add_argument("--idle", default="20")
     parser.add_argument("--paced", default="1")
     parser.add_argument("--brief", action="store_true", help="check only the first variant of each run")
     parser.add_argument("--stamps", action="store_true")
@@ -132,12 +134,14 @@ def main() -> None:
             args.rings.split(","),
             map(int, args.units.split(",")),
             map(int, args.copies.split(",")),
-            args.probes.split(","),
+            map(int, args.probes.split(",")),
             map(int, args.idle.split(",")),
             args.paced.split(","),
         ):
             for stamps in (0, 16) if args.stamps else (0,):
-                plan = plans.DensePlan(shape, int(ring) * 1024, units, stamps, copies, probe == "1", idle, paced == "1")
+                plan = plans.DensePlan(
+                    shape, int(ring) * 1024, units, stamps, copies, probe, idle_ns=idle, paced=paced == "1"
+                )
                 start = time.time()
                 base = DenseStep(plan, weights, rotary)
                 label = f"{name} ring {ring} units {units} copies {copies} probe {probe} idle {idle} paced {paced}"

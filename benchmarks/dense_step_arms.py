@@ -8,7 +8,9 @@ Needs one Hopper GPU. The file is written again after every model, so that an in
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
+import dataclasses
 import datetime
 import json
 import os
@@ -30,10 +32,10 @@ from dense_step import check_case
 
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import reference
-from lowlat_nvidia.dense.cases import make_case
+from lowlat_nvidia.dense.cases import make_case, one_row
 from lowlat_nvidia.dense.pack import DenseWeights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
-from lowlat_nvidia.dense.step import DenseStep
+from lowlat_nvidia.dense.step import DenseStep, StepTensors
 from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
@@ -54,15 +56,20 @@ def read_ceiling() -> float:
     return data.numel() * 8 / (min(times) / 1e6)
 
 
-def sample(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of every arm, one run of each a round, in a new order every round."""
+def sample(arms: dict[str, Arm], rounds: int, warm_seconds: float = 0.3) -> dict[str, list[float]]:
+    """Microseconds of every arm, one run of each a round, in a new order every round.
+
+    Steps follow each other without the host, as they do while somebody decodes, and the device has been busy for a
+    while before: its clock is then what it stays at.
+    """
     order = list(arms)
     shuffle = random.Random(0)
-    for _ in range(5):
+    begin = time.time()
+    while time.time() - begin < warm_seconds:
         for name in order:
             arms[name]()
-    torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in order}
+        torch.cuda.synchronize()
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in order}
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name in order:
@@ -70,9 +77,27 @@ def sample(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
             start.record()
             arms[name]()
             end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3)
-    return times
+            marks[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [start.elapsed_time(end) * 1e3 for start, end in pairs] for name, pairs in marks.items()}
+
+
+def with_plan(built: DenseStep, plan: plans.DensePlan) -> DenseStep:
+    """Another kernel on the same packed weights and buffers."""
+    other = copy.copy(built)
+    other.plan = plan
+    other.function = Function(compile_cubin("dense_step.cu", plan.definitions())[0], "dense_step", plan.shared_bytes())
+    return other
+
+
+def check_rows(built: DenseStep, inputs: StepTensors) -> None:
+    """Raises unless every row of a step of several has the bits that it has alone."""
+    together = built.run(inputs).clone()
+    built.check()
+    for row in range(len(together)):
+        if not torch.equal(built.run(one_row(inputs, row))[0], together[row]):
+            raise AssertionError(f"row {row} differs from itself alone")
+    built.check()
 
 
 def median_interval(values: list[float]) -> tuple[float, float, float]:
@@ -170,6 +195,10 @@ class Report:
         self.path.write_text(json.dumps(self.body, indent=1) + "\n")
 
 
+def say(workload: str, arm: str, rows: int, context: int, size: int, values: list[float]) -> None:
+    print(f"{workload} {arm} rows {rows} context {context}: {sorted(values)[len(values) // 2]:.1f} us", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -177,6 +206,9 @@ def main() -> None:
     parser.add_argument("--tree", default="")
     parser.add_argument("--models", default="qwen3-0.6b,llama-1b,qwen3-8b")
     parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile arm out")
+    parser.add_argument(
+        "--also", type=json.loads, default={}, help="models' lists of plan options to compare, JSON; not written down"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="compile nothing more after this long")
     args = parser.parse_args()
     begin = time.time()
@@ -194,9 +226,16 @@ def main() -> None:
             error, _ = check_case(built, weights, positions, 16, 5)
             print(f"{name} {positions}: relative error {error:.2e}", flush=True)
         inputs, pools = make_case(shape, [[1023]], 16, 3)
-        built.bind(pools, 16)
+        builds = {"lowlat-nvidia": built}
+        for options in args.also.get(name, []):
+            label = ", ".join(["lowlat-nvidia", *(f"{key} {value}" for key, value in options.items())])
+            builds[label] = with_plan(built, dataclasses.replace(built.plan, **options))
+        for other in builds.values():
+            other.bind(pools, 16)
         step, token = torch_step(shape, weights, 1024)
-        arms: dict[str, Arm] = {"lowlat-nvidia": lambda built=built, inputs=inputs: built.run(inputs)}
+        arms: dict[str, Arm] = {
+            label: lambda built=other, inputs=inputs: built.run(inputs) for label, other in builds.items()
+        }
         with torch.no_grad():
             arms["torch-eager-graph"] = in_graph(lambda step=step, token=token: step(token))
             if not args.no_compile and time.time() - begin < args.seconds:
@@ -208,21 +247,24 @@ def main() -> None:
         built.check()
         size = shape.weight_bytes() + shape.kv_bytes(1024)
         for arm, values in times.items():
-            report.add(name, arm, 1, 1024, size, values)
+            (say if arm in builds and arm != "lowlat-nvidia" else report.add)(name, arm, 1, 1024, size, values)
         report.add(
             name, "read-floor", 1, 1024, size, [size / report.ceiling * 1e6], "bytes over the read ceiling of this run"
         )
         for rows, context in ((2, 1024), (4, 1024), (8, 1024), (1, 32_768), (1, 131_072)):
             del inputs, pools
             inputs, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
-            built.bind(pools, 16)
-            values = sample({"lowlat-nvidia": lambda built=built, inputs=inputs: built.run(inputs)}, 30)[
-                "lowlat-nvidia"
-            ]
+            for other in builds.values():
+                other.bind(pools, 16)
+            if rows == 8:
+                check_rows(built, inputs)
+            arms = {label: lambda built=other, inputs=inputs: built.run(inputs) for label, other in builds.items()}
+            times = sample(arms, 30 if context < 10_000 else 12, 0.1)
             built.check()
             size = shape.weight_bytes() + rows * shape.kv_bytes(context)
-            report.add(name, "lowlat-nvidia", rows, context, size, values)
-        del arms, built, weights, step, inputs, pools
+            for arm, values in times.items():
+                (report.add if arm == "lowlat-nvidia" else say)(name, arm, rows, context, size, values)
+        del arms, built, builds, other, weights, step, inputs, pools
         torch.compiler.reset()
         torch.cuda.empty_cache()
 

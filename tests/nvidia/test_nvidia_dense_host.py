@@ -75,13 +75,25 @@ def test_packing_round_trip(tiles: int, inputs: int, fragments: int) -> None:
     assert torch.equal(packing.unpack_matrix(pages, outputs, inputs, fragments), matrix)
 
 
-def test_a_lane_holds_eight_inputs_of_one_output() -> None:
-    matrix = torch.arange(1024 * 1024, dtype=torch.int32).reshape(1024, 1024)
+def test_a_lane_holds_the_operand_of_a_matrix_instruction() -> None:
+    matrix = torch.arange(128 * 24 * 1024, dtype=torch.int32).reshape(128 * 24, 1024)
     pages = packing.pack_matrix(matrix, 4)
-    block, warp, fragment, lane = 5, 3, 2, 22
-    at = ((block * plans.WARPS + warp) * 4 + fragment) * 256 + lane * 8
-    row, first = block * 8 + lane // 4, warp * 128 + fragment * 32 + lane % 4 * 8
-    assert pages[0, at : at + 8].tolist() == matrix[row, first : first + 8].tolist()
+    block, warp, lane = 5, 3, 22
+    row, first = block * 24 + lane // 4, warp * 128 + lane % 4 * 8
+
+    def words(page: int, fragment: int) -> list[int]:
+        at = ((block * plans.WARPS + warp) * 4 + fragment) * 256 + lane * 8
+        return pages[page, at : at + 8].tolist()
+
+    def inputs(row: int, first: int) -> list[int]:
+        return matrix[row, first : first + 2].tolist()
+
+    # Of 16 outputs: fragment 3 is the second half of the second 32 inputs; outputs g and g + 8 alternate.
+    at = first + 32 + 4
+    assert words(0, 3) == inputs(row, at) + inputs(row + 8, at) + inputs(row, at + 2) + inputs(row + 8, at + 2)
+    # Of the 8 that are left: halves of the lane's 8 inputs alternate.
+    at, row = first + 64, row + 16
+    assert words(2, 2) == inputs(row, at) + inputs(row, at + 4) + inputs(row, at + 2) + inputs(row, at + 6)
 
 
 def test_the_stream_is_all_matrices_in_order() -> None:

@@ -19,11 +19,6 @@ DEV int slot_of(const Params& p, const Shared& s, int row, int token) {
   return (__ldg(s.control.pages[row] + page) << p.page_shift) + (token - (page << p.page_shift));
 }
 
-DEV float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // What does not change from layer to layer is read once, when the step begins. A row of padding computes the first real
 // row again, to the same bits and the same place; where all are padding, they compute one token and write to the scratch.
 DEV void read_rows(Context& c) {
@@ -72,16 +67,25 @@ DEV void load_head_norms(Context& c, int layer, HeadNorms& norms) {
 // block whose split holds a row's own token also writes its key and value to the cache.
 DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool, u8* v_pool) {
   Control& k = c.s.control;
+  const int items = c.rows * (GROUP + 2);
+  auto words = [&](int item) {
+    return c.now + item / (GROUP + 2) * ROW_WORDS + W_QKV + head * HEAD_ROWS + item % (GROUP + 2) * HEAD_DIM + c.lane;
+  };
+  u32 coming[EACH];  // the next item's words
+#pragma unroll
+  for (int e = 0; e < EACH; e++) coming[e] = c.warp < items ? load_exchange_word(words(c.warp) + e * 32) : 0;
 #pragma unroll 1
-  for (int item = c.warp; item < c.rows * (GROUP + 2); item += WARPS) {
+  for (int item = c.warp; item < items; item += WARPS) {
     const int row = item / (GROUP + 2), part = item % (GROUP + 2);  // GROUP queries, then key, then value
-    const u32* at = c.now + row * ROW_WORDS + W_QKV + head * HEAD_ROWS + part * HEAD_DIM + c.lane;
     float x[EACH];
 #pragma unroll
-    for (int e = 0; e < EACH; e++) x[e] = __uint_as_float(load_exchange_word(at + e * 32));
+    for (int e = 0; e < EACH; e++) x[e] = __uint_as_float(coming[e]);
+    if (item + WARPS < items)
+#pragma unroll
+      for (int e = 0; e < EACH; e++) coming[e] = load_exchange_word(words(item + WARPS) + e * 32);
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-      if (__float_as_uint(x[e]) == EMPTY) x[e] = __uint_as_float(gather_word(c, at + e * 32, 2));
+      if (__float_as_uint(x[e]) == EMPTY) x[e] = __uint_as_float(gather_word(c, words(item) + e * 32, 2));
     __syncwarp();
     if (part <= GROUP) {
       if constexpr (QK_NORM) {
@@ -209,20 +213,21 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
     bool idle = true;
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      if (at[j].layer < end && !(PACED && patient && s.progress <= at[j].layer - lead) && barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase)) {
+      if (at[j].layer < end && !(PACED && patient && __any_sync(~0u, s.progress <= at[j].layer - lead)) &&
+          __all_sync(~0u, barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase))) {
         copy_unit(p, s, units, at[j], lane, patient, policy);
         idle = false;
         since = clock_now();
       }
     if (!idle) continue;
     // The warps that compute wait at most once for every stage, and then go on: this is beyond all of their waits.
-    if (clock_now() - since > p.spin_limit * 4096ll) {
+    if (__any_sync(~0u, clock_now() - since > p.spin_limit * 4096ll)) {
       if (lane == 0) store_exchange(p.state + 1, 1u + blockIdx.x * 16 + 10);
       break;
     }
     __nanosleep(IDLE_NS);  // polling takes shared memory's time from the warps that compute
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  copies_done();
 }
 
 struct Accumulator {
@@ -289,43 +294,46 @@ DEV u32 attend(Context& c, const uint4 (&query)[KEY_LOADS], int row, int base, i
                     odd >= cached ? fresh_at(1, odd) : values + (2 * c.q + 1) * VALUE_STRIDE, acc);
 }
 
-// Joins the warps of the block and publishes the split's output and log-sum.
-DEV void publish_split(Context& c, int row, int head, int split, Accumulator& acc) {
+// Leaves a warp's part of a row's attention for `publish_splits`.
+DEV void store_attention(Context& c, int place, Accumulator& acc) {
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 1);
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 2);
-  if (c.g < GROUP) {
+  if (c.g >= GROUP) return;
 #pragma unroll
-    for (int i = 0; i < VALUE_LOADS; i++)
+  for (int i = 0; i < VALUE_LOADS; i++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float* at = part_now(c) + c.warp * GROUP_DIM + c.g * HEAD_DIM + i * 64 + c.q * 16 + half * 8;
-        *(float4*)at = make_float4(acc.out[i][0][half], acc.out[i][1][half], acc.out[i][2][half], acc.out[i][3][half]);
-        *(float4*)(at + 4) =
-            make_float4(acc.out[i][4][half], acc.out[i][5][half], acc.out[i][6][half], acc.out[i][7][half]);
-      }
-    if (c.q == 0) *(float2*)c.s.merge[c.part_parity][c.warp][c.g] = make_float2(acc.top, acc.sum);
-  }
+    for (int half = 0; half < 2; half++) {
+      float* at = part_now(c) + (place * WARPS + c.warp) * GROUP_DIM + c.g * HEAD_DIM + i * 64 + c.q * 16 + half * 8;
+      *(float4*)at = make_float4(acc.out[i][0][half], acc.out[i][1][half], acc.out[i][2][half], acc.out[i][3][half]);
+      *(float4*)(at + 4) =
+          make_float4(acc.out[i][4][half], acc.out[i][5][half], acc.out[i][6][half], acc.out[i][7][half]);
+    }
+  if (c.q == 0) *(float2*)c.s.merge[c.part_parity][place][c.warp][c.g] = make_float2(acc.top, acc.sum);
+}
+// Joins the warps of the block and publishes the split's output and log-sum of some rows.
+DEV void publish_splits(Context& c, int row0, int rows, int head, int split) {
   block_sync();
-#pragma unroll
-  for (int i = 0; i < GROUP_DIM / THREADS; i++) {
-    const int d = c.thread + i * THREADS, h = d / HEAD_DIM;
+#pragma unroll 1
+  for (int i = c.thread; i < rows * GROUP_DIM; i += THREADS) {
+    const int place = i / GROUP_DIM, d = i % GROUP_DIM, h = d / HEAD_DIM;
+    const float* part = part_now(c) + place * WARPS * GROUP_DIM + d;
     float2 m[WARPS];
     float top = -1e30f, sum = 0.f, out = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      m[w] = *(const float2*)c.s.merge[c.part_parity][w][h];
+      m[w] = *(const float2*)c.s.merge[c.part_parity][place][w][h];
       top = fmaxf(top, m[w].x);
     }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       const float shrink = fast_exp2(m[w].x - top);
       sum = fmaf(m[w].y, shrink, sum);
-      out = fmaf(part_now(c)[w * GROUP_DIM + d], shrink, out);
+      out = fmaf(part[w * GROUP_DIM], shrink, out);
     }
     const int at = head * SPLITS + split;
-    publish(c, row, W_PART + at * GROUP_DIM + d, __float_as_uint(sum > 0.f ? out / sum : 0.f));
+    publish(c, row0 + place, W_PART + at * GROUP_DIM + d, __float_as_uint(sum > 0.f ? out / sum : 0.f));
     if (d % HEAD_DIM == 0)
-      publish(c, row, W_LSE + at * GROUP + h, __float_as_uint(sum > 0.f ? top + __log2f(sum) : -1e30f));
+      publish(c, row0 + place, W_LSE + at * GROUP + h, __float_as_uint(sum > 0.f ? top + __log2f(sum) : -1e30f));
   }
   c.part_parity ^= 1;
 }
@@ -362,7 +370,8 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
       if (base >= end) break;
     }
     stamp(c, layer, 12);
-    publish_split(c, row, head, split, acc);
+    store_attention(c, row % BATCH, acc);
+    if (row % BATCH == BATCH - 1 || row == c.rows - 1) publish_splits(c, row - row % BATCH, row % BATCH + 1, head, split);
     stamp(c, layer, 13);
   }
   stamp(c, layer, 11);

@@ -215,7 +215,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_step(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 memory[];
+  u8* memory = dynamic_shared();
   Shared& s = *(Shared*)memory;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   stamp_clocks(p, 2);
@@ -230,19 +230,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   for (int i = thread; i < WARPS * UNITS * UNIT / 16; i += THREADS + COPY_THREADS)
     ((uint4*)(memory + UNITS_OFFSET))[i] = make_uint4(0, 0, 0, 0);
   if (thread == 0) s.stop = stop;
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  barriers_ready();
   __syncthreads();
   if (s.stop) {
     if (thread == 0) finish_step(p, 0);
     return;
   }
   if (warp >= WARPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    give_registers<56>();
     __syncthreads();  // the rows are read
     copy_cache(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    take_registers<224>();
     compute(p, s, memory, blockIdx.x, warp, lane);
   }
 }

@@ -1,9 +1,11 @@
 // Weight streaming, waiting for published words, and the matrix-vector product of one stage.
-// Lane (g, q) = (lane / 4, lane % 4) of a consumer warp holds inputs of row g and weights of output g of a tile.
+// Weights are the operand of 16 rows of the matrix instruction, the rows of the step the operand of 8 columns. Lane (g, q) =
+// (lane / 4, lane % 4) of a consumer warp holds inputs of row g and weights of outputs g and g + 8 of a tile.
 #pragma once
 #include "layout.cuh"
 
 constexpr int PART_FLOATS = WARPS * 8 * MAX_ROWS * 8;  // partial sums of up to 8 tiles
+constexpr int BATCH = PART_FLOATS / (WARPS * GROUP_DIM);  // rows of which attention joins the warps at once
 struct Control {
   int begin[MAX_ROWS], end[MAX_ROWS];  // tokens of each row that this block's split covers
   int cached[MAX_ROWS];                // tokens before this are in the cache, later ones come from this step
@@ -17,7 +19,7 @@ struct Control {
 struct __align__(16) Shared {
   float part[2][PART_FLOATS];         // [warp][tile][row][output]; attention merges heads here too
   float square[2][WARPS][MAX_ROWS];   // partial sums of squares
-  float merge[2][WARPS][8][2];        // attention: maximum and sum of each warp and head
+  float merge[2][BATCH][WARPS][8][2]; // attention: maximum and sum of each row of a batch, warp and head
   alignas(16) Control control;
   alignas(16) unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
   alignas(16) unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
@@ -71,7 +73,7 @@ DEV void stamp_clocks(const Params& p, int index) {
 // Hides where the indices come from. Without it the compiler keeps every address of every stage in a register for all
 // layers, and spills.
 DEV void recompute(Context& c) {
-  asm volatile("" : "+r"(c.thread), "+r"(c.block), "+r"(c.warp), "+r"(c.lane));
+  forget(c.thread); forget(c.block); forget(c.warp); forget(c.lane);
   c.g = c.lane / 4;
   c.q = c.lane % 4;
 }
@@ -104,20 +106,16 @@ template <int N>
 DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool active, uint4 (&v)[N], uint4& extra,
                 int stage) {
   u32 polls = 0;
-#if PROBE
-  // One vector tells that the data is about to be there; polling all of them crowds the L2.
-  while (true) {
-    extra = active ? load_exchange(extra_at) : make_uint4(0, 0, 0, 0);
-    if (!__any_sync(~0u, greatest(extra) == EMPTY)) break;
-    if (!__all_sync(~0u, may_wait(c, polls, stage))) break;
-  }
-#endif
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  // Polling all of many rows crowds the L2, and what is published queues behind the polls: one vector of the last row tells
+  // that the data is about to be there. Few rows are polled whole, which is one round trip less.
+  bool waiting = c.rows > PROBE_ABOVE;
+  while (waiting && __any_sync(~0u, c.g == c.rows - 1 && greatest(load_exchange(extra_at)) == EMPTY))
+    waiting = __all_sync(~0u, may_wait(c, polls, stage));
   while (true) {
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i] = active ? load_exchange(base + i * step) : make_uint4(0, 0, 0, 0);
-#if !PROBE
-    extra = active ? load_exchange(extra_at) : make_uint4(0, 0, 0, 0);
-#endif
+    for (int i = 0; i < N; i++) v[i] = active ? load_exchange(base + i * step) : none;
+    extra = active ? load_exchange(extra_at) : none;
     u32 top = greatest(extra);
 #pragma unroll
     for (int i = 0; i < N; i++) top = max(top, greatest(v[i]));
@@ -171,28 +169,50 @@ DEV void take_page(Context& c, uint4 (&w)[PAGE_FRAGMENTS]) {
   fill_page(c, after(c, seen, page), full);
   if (++c.slot == RING_PAGES) { c.slot = 0; c.phase ^= 1; }
 }
-// d += inputs * one tile's next CHUNK fragments. Four chains hide the latency of the matrix instruction.
+// d += the next CHUNK * 32 inputs times a wide tile of 16 outputs. A fragment is 16 outputs x 16 inputs, the operand of one
+// matrix instruction. Four chains hide the latency of the instruction. Lane (g, q) gets outputs g and g + 8 of rows 2q, 2q + 1.
 template <int CHUNK>
-DEV void multiply(Context& c, const uint4 (&a)[CHUNK], float (&d)[2]) {
+DEV void multiply_wide(Context& c, const uint4 (&a)[CHUNK], float (&d)[4]) {
   float chain[4][4] = {};
+#pragma unroll
+  for (int page = 0; page < 2 * CHUNK / PAGE_FRAGMENTS; page++) {
+    uint4 w[PAGE_FRAGMENTS];
+    take_page(c, w);
+#pragma unroll
+    for (int i = 0; i < PAGE_FRAGMENTS; i++) {
+      const uint4 x = a[(page * PAGE_FRAGMENTS + i) / 2];
+      mma(chain[i % 4], w[i], i % 2 ? x.z : x.x, i % 2 ? x.w : x.y);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) d[j] += (chain[0][j] + chain[1][j]) + (chain[2][j] + chain[3][j]);
+}
+// The same for a narrow tile of 8 outputs: a fragment is 8 outputs x 32 inputs, whose halves lie in the upper and lower 8 rows
+// of the operand. Each half of a product is of use to one of them. Lane (g, q) gets output g of rows 2q, 2q + 1.
+template <int CHUNK>
+DEV void multiply_narrow(Context& c, const uint4 (&a)[CHUNK], float (&d)[2]) {
+  float upper[2][4] = {}, lower[2][4] = {};
 #pragma unroll
   for (int page = 0; page < CHUNK / PAGE_FRAGMENTS; page++) {
     uint4 w[PAGE_FRAGMENTS];
     take_page(c, w);
 #pragma unroll
     for (int i = 0; i < PAGE_FRAGMENTS; i++) {
-      uint4 x = a[page * PAGE_FRAGMENTS + i];
-      mma(chain[(i & 1) * 2], x.x, x.y, w[i].x, w[i].y);
-      mma(chain[(i & 1) * 2 + 1], x.z, x.w, w[i].z, w[i].w);
+      const uint4 x = a[page * PAGE_FRAGMENTS + i];
+      mma(upper[i % 2], w[i], x.x, x.y);
+      mma(lower[i % 2], w[i], x.z, x.w);
     }
   }
 #pragma unroll
-  for (int j = 0; j < 2; j++) d[j] += (chain[0][j] + chain[1][j]) + (chain[2][j] + chain[3][j]);
+  for (int j = 0; j < 2; j++) d[j] += (upper[0][j] + upper[1][j]) + (lower[0][2 + j] + lower[1][2 + j]);
 }
 
 DEV float* part_now(Context& c) { return c.s.part[c.part_parity]; }
-DEV void store_partial(Context& c, int tile, const float (&d)[2]) {
-  if (c.g < c.rows) *(float2*)(part_now(c) + ((c.warp * 8 + tile) * 8 + c.g) * 8 + 2 * c.q) = make_float2(d[0], d[1]);
+// Partial sums of 8 outputs, of which a lane has output g of rows 2q and 2q + 1.
+DEV void store_partial(Context& c, int tile, float first, float second) {
+  float* at = part_now(c) + ((c.warp * 8 + tile) * 8 + 2 * c.q) * 8 + c.g;
+  if (2 * c.q < c.rows) at[0] = first;
+  if (2 * c.q + 1 < c.rows) at[8] = second;
 }
 // Sum over the warps, in their order, of output n of a row.
 DEV float sum_partials(const float* part, int tile, int row, int n) {
@@ -205,7 +225,8 @@ DEV float sum_partials(const float* part, int tile, int row, int n) {
 template <int K>
 constexpr int chunk_of = K <= 16 ? K : (K % 16 == 0 ? 16 : (K % 12 == 0 ? 12 : 8));
 
-// One stage: `load(chunk, a)` fills a chunk of inputs, `finish(tile0, tiles, part)` publishes sums of up to 8 tiles.
+// One stage of TILES * 8 outputs: `load(chunk, a)` fills a chunk of inputs, `finish(tile0, tiles, part)` publishes sums of up
+// to 8 tiles.
 template <int K, int TILES, class Load, class Finish>
 DEV void gemv(Context& c, Load load, Finish finish) {
   constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK;
@@ -215,11 +236,21 @@ DEV void gemv(Context& c, Load load, Finish finish) {
 #pragma unroll 1
     for (int tile0 = 0; tile0 < TILES; tile0 += 8) {
       const int tiles = TILES - tile0 < 8 ? TILES - tile0 : 8;
+      if constexpr (TILES > 1) {
 #pragma unroll 1
-      for (int tile = 0; tile < tiles; tile++) {
-        float d[2] = {};
-        multiply<CHUNK>(c, a, d);
-        store_partial(c, tile, d);
+        for (int tile = 0; tile < tiles - 1; tile += 2) {
+          float d[4] = {};
+          multiply_wide<CHUNK>(c, a, d);
+          store_partial(c, tile, d[0], d[1]);
+          store_partial(c, tile + 1, d[2], d[3]);
+        }
+      }
+      if constexpr (TILES % 2) {
+        if (tile0 + 8 >= TILES) {
+          float d[2] = {};
+          multiply_narrow<CHUNK>(c, a, d);
+          store_partial(c, tiles - 1, d[0], d[1]);
+        }
       }
       block_sync();
       finish(tile0, tiles, part_now(c));
@@ -227,15 +258,21 @@ DEV void gemv(Context& c, Load load, Finish finish) {
     }
   } else {
     static_assert(TILES <= 8, "");
-    float d[TILES][2] = {};
+    constexpr int WIDE = TILES / 2;
+    float d[WIDE + 1][4] = {}, last[2] = {};
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       load(chunk, a);
 #pragma unroll
-      for (int tile = 0; tile < TILES; tile++) multiply<CHUNK>(c, a, d[tile]);
+      for (int tile = 0; tile < WIDE; tile++) multiply_wide<CHUNK>(c, a, d[tile]);
+      if constexpr (TILES % 2) multiply_narrow<CHUNK>(c, a, last);
     }
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) store_partial(c, tile, d[tile]);
+    for (int tile = 0; tile < WIDE; tile++) {
+      store_partial(c, 2 * tile, d[tile][0], d[tile][1]);
+      store_partial(c, 2 * tile + 1, d[tile][2], d[tile][3]);
+    }
+    if constexpr (TILES % 2) store_partial(c, TILES - 1, last[0], last[1]);
     block_sync();
     finish(0, TILES, part_now(c));
     c.part_parity ^= 1;
@@ -269,6 +306,9 @@ DEV void load_normed(Context& c, const u32* words, int word, int square_word, ui
   const u32* row = words + copy_of(c, c.g) * ROW_WORDS;
   const u32* x = row + word + (c.warp * K_HIDDEN * 32 + c.q * 8) / 2;
   uint4 s;
-  gather<K_HIDDEN>(c, x, 16, row + square_word + c.warp * (BLOCKS / WARPS) + c.q * 4, c.g < c.rows, a, s, stage);
-  store_square(c, (__uint_as_float(s.x) + __uint_as_float(s.y)) + (__uint_as_float(s.z) + __uint_as_float(s.w)));
+  constexpr int LANES = BLOCKS / WARPS / 4;  // lanes that share a row's sums of squares: 4, or 1 of a small grid
+  static_assert(LANES == 4 || LANES == 1, "");
+  gather<K_HIDDEN>(c, x, 16, row + square_word + c.warp * (BLOCKS / WARPS) + c.q % LANES * 4, c.g < c.rows, a, s, stage);
+  const float sum = (__uint_as_float(s.x) + __uint_as_float(s.y)) + (__uint_as_float(s.z) + __uint_as_float(s.w));
+  store_square(c, c.q < LANES ? sum : 0.f);
 }

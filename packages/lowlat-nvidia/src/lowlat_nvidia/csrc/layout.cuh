@@ -2,7 +2,10 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr int BLOCKS = 128, WARPS = 8, THREADS = 256, COPY_THREADS = 128, MAX_ROWS = 8;
+#ifndef BLOCKS
+#define BLOCKS 128
+#endif
+constexpr int WARPS = 8, THREADS = 256, COPY_THREADS = 128, MAX_ROWS = 8;
 constexpr int SPLITS = BLOCKS / KV_HEADS;        // blocks that share one KV head
 constexpr int GROUP = Q_HEADS / KV_HEADS;        // query heads of one KV head
 constexpr int GROUP_DIM = GROUP * HEAD_DIM;      // query elements of one KV head
@@ -12,10 +15,11 @@ constexpr int BLOCK_QKV = HEAD_ROWS / SPLITS;    // outputs of one block in each
 constexpr int BLOCK_HIDDEN = HIDDEN / BLOCKS;
 constexpr int BLOCK_INTER = INTER / BLOCKS;
 constexpr int BLOCK_COMBINE = GROUP_DIM / SPLITS;
-constexpr int LM_TILES = (VOCAB + 8 * BLOCKS - 1) / (8 * BLOCKS);
+constexpr int LM_TILES = (VOCAB + 16 * BLOCKS - 1) / (16 * BLOCKS) * 2;
 static_assert(BLOCK_QKV % 8 == 0 && BLOCK_HIDDEN % 8 == 0 && BLOCK_INTER % 8 == 0, "tiles of 8 outputs");
 
-// A fragment is 8 weight rows x 32 inputs: 512 bytes, 16 a lane. Each warp owns 1/8 of the inputs of a stage.
+// A fragment is 16 outputs x 16 inputs, or 8 x 32 of what does not fill a tile of 16: 512 bytes, 16 a lane. Each warp owns 1/8 of
+// the inputs of a stage.
 constexpr int FRAGMENT = 512, PAGE = PAGE_FRAGMENTS * FRAGMENT;
 constexpr int K_HIDDEN = HIDDEN / 256, K_QDIM = QDIM / 256, K_INTER = INTER / 256;  // fragments a tile and warp
 constexpr int LAYER_FRAGMENTS = (BLOCK_QKV / 8 + 2 * BLOCK_INTER / 8) * K_HIDDEN + BLOCK_HIDDEN / 8 * (K_QDIM + K_INTER);

@@ -5,6 +5,10 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 #define DEV __device__ __forceinline__
 
+DEV u8* dynamic_shared() {
+  extern __shared__ __align__(128) u8 memory[];
+  return memory;
+}
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // bfloat16 pairs: the low half is the element of lower index.
@@ -97,6 +101,14 @@ DEV void mma(float (&d)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(0u), "r"(a1), "r"(0u), "r"(b0), "r"(b1));
 }
+// d += A b with all 16 rows of A: lane (g, q) gives A[g][2q, 2q+1], A[g+8][2q, 2q+1], A[g][2q+8, 2q+9], A[g+8][2q+8, 2q+9] in
+// a, B as above, and receives D[g][2q, 2q+1] in d0, d1 and D[g+8][2q, 2q+1] in d2, d3.
+DEV void mma(float (&d)[4], uint4 a, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
 // The same with 8 columns of A: lane (g, q) gives A[g][2q, 2q+1] and B[2q, 2q+1][g].
 DEV void mma8(float (&d)[4], u32 a, u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -117,6 +129,22 @@ DEV long long nanoseconds_now() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
   return t;
 }
+DEV void barriers_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+DEV float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+template <int COUNT>
+DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+// Hides where an index comes from.
+DEV void forget(int& x) { asm volatile("" : "+r"(x)); }
 DEV long long clock_now() {
   long long t;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");

@@ -1,7 +1,9 @@
 """Weights in the order in which the kernel reads them.
 
-A fragment holds 8 weight rows x 32 inputs, 16 bytes a lane: lane 4 g + q has inputs 8 q to 8 q + 7 of row g. A page is
-a few fragments; page i of all blocks and warps lie together, so that the chip reads one compact region at a time.
+A fragment is the operand of a matrix instruction, 16 bytes a lane: 16 outputs x 16 inputs, of which lane 4 g + q has
+outputs g and g + 8. Two of them make 32 inputs, of which the lane has 8 q to 8 q + 7, four in each. The 8 outputs that
+may be left of a block lie in fragments of 8 x 32. A page is a few fragments; page i of all blocks and warps lie
+together, so that the chip reads one compact region at a time.
 
 Suffixes: N outputs, K inputs, P pages, E elements of one page of all warps.
 """
@@ -50,23 +52,37 @@ class DenseWeights:
 def pack_matrix(w_NK: Tensor, page_fragments: int) -> Tensor:
     """[N, K] with rows in the order of blocks -> [P, E], as each warp of each block reads it."""
     outputs, inputs = w_NK.shape
-    part = inputs // 256
-    chunk = chunk_fragments(inputs)
-    view = w_NK.reshape(
-        BLOCKS, outputs // BLOCKS // 8, 8, WARPS, part // chunk, chunk // page_fragments, page_fragments, 4, 8
-    )
-    # block, tile, row, warp, chunk, page, fragment, lane part, element
-    return view.permute(4, 1, 5, 0, 3, 6, 2, 7, 8).reshape(-1, BLOCKS * WARPS * page_fragments * 256)
+    chunks, chunk, rows = inputs // 256 // chunk_fragments(inputs), chunk_fragments(inputs), outputs // BLOCKS
+    blocks = w_NK.reshape(BLOCKS, rows, inputs)
+    width = BLOCKS * WARPS * page_fragments * 256
+    parts = []
+    if rows >= 16:
+        # block, tile, half of its outputs, output g, warp, chunk, 32 inputs, q, fragment, half of its inputs, pair
+        view = blocks[:, : rows // 16 * 16].reshape(BLOCKS, rows // 16, 2, 8, WARPS, chunks, chunk, 4, 2, 2, 2)
+        wide = view.permute(5, 1, 6, 8, 0, 4, 3, 7, 9, 2, 10)
+        wide = wide.reshape(chunks, -1, page_fragments, BLOCKS * WARPS, 256).transpose(2, 3)
+        parts.append(wide.reshape(chunks, -1, width))
+    if rows % 16:
+        # block, output g, warp, chunk, 32 inputs, q, half of the operand's rows, half of its inputs, pair
+        view = blocks[:, rows // 16 * 16 :].reshape(BLOCKS, 8, WARPS, chunks, chunk, 4, 2, 2, 2)
+        narrow = view.permute(3, 4, 0, 2, 1, 5, 7, 6, 8)
+        narrow = narrow.reshape(chunks, -1, page_fragments, BLOCKS * WARPS, 256).transpose(2, 3)
+        parts.append(narrow.reshape(chunks, -1, width))
+    return torch.cat(parts, 1).reshape(-1, width)
 
 
 def unpack_matrix(pages_PE: Tensor, outputs: int, inputs: int, page_fragments: int) -> Tensor:
     """The inverse of `pack_matrix`."""
-    part = inputs // 256
-    chunk = chunk_fragments(inputs)
-    view = pages_PE.reshape(
-        part // chunk, outputs // BLOCKS // 8, chunk // page_fragments, BLOCKS, WARPS, page_fragments, 8, 4, 8
-    )
-    return view.permute(3, 1, 6, 4, 0, 2, 5, 7, 8).reshape(outputs, inputs)
+    chunks, chunk, rows = inputs // 256 // chunk_fragments(inputs), chunk_fragments(inputs), outputs // BLOCKS
+    pages = pages_PE.reshape(chunks, -1, BLOCKS * WARPS, page_fragments, 256).transpose(2, 3)
+    tiles = rows // 16
+    count = tiles * 2 * chunk // page_fragments
+    wide = pages[:, :count].reshape(chunks, tiles, chunk, 2, BLOCKS, WARPS, 8, 4, 2, 2, 2)
+    parts = [wide.permute(4, 1, 9, 6, 5, 0, 2, 7, 3, 8, 10).reshape(BLOCKS, tiles * 16, inputs)]
+    if rows % 16:
+        narrow = pages[:, count:].reshape(chunks, chunk, BLOCKS, WARPS, 8, 4, 2, 2, 2)
+        parts.append(narrow.permute(2, 4, 3, 0, 1, 5, 7, 6, 8).reshape(BLOCKS, 8, inputs))
+    return torch.cat(parts, 1).reshape(outputs, inputs)
 
 
 def order_qkv(shape: DenseShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

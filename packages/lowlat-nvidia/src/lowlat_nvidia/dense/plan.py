@@ -12,7 +12,7 @@ from typing import Any
 BLOCKS = 128  # resident blocks: eight KV heads times sixteen splits; every stage divides evenly over them
 WARPS = 8
 MAX_ROWS = 8
-FRAGMENT_BYTES = 512  # 8 weight rows x 32 inputs in bfloat16
+FRAGMENT_BYTES = 512  # 16 outputs x 16 inputs, or 8 x 32, in bfloat16
 SHARED_LIMIT = 227 * 1024
 
 
@@ -46,8 +46,8 @@ class DenseShape:
 
     @property
     def lm_tiles(self) -> int:
-        """Tiles of eight logits a block."""
-        return -(-self.vocab // (8 * BLOCKS))
+        """Tiles of eight logits a block, an even number."""
+        return 2 * -(-self.vocab // (16 * BLOCKS))
 
     def weight_bytes(self) -> int:
         """Bytes of bfloat16 weights that one step reads: all layers and the output projection, embedding excepted."""
@@ -139,8 +139,9 @@ class DensePlan:
     """A shape with the choices that tune it.
 
     `ring_limit` bytes of weights and `units` blocks of 8 cached tokens a warp are under way; what all blocks read is
-    published `copies` times when rows are few. `plain_copies` is for tools that watch every access, `alone` can
-    run stages one by one (`dense.alone`).
+    published `copies` times when rows are few, and more than `probe_above` rows are waited for by one vector. Idle warps
+    that copy sleep `idle_ns`; with `paced`, one row's copies wait for the stage that streams most. `plain_copies` is for
+    tools that watch every access, `alone` can run stages one by one (`dense.alone`).
     """
 
     shape: DenseShape
@@ -148,8 +149,8 @@ class DensePlan:
     units: int = 2
     stamps: int = 0
     copies: int = 4
-    probe: bool = True
-    idle_ns: int = 200
+    probe_above: int = 2
+    idle_ns: int = 20
     paced: bool = True
     plain_copies: bool = False
     alone: bool = False
@@ -171,7 +172,8 @@ class DensePlan:
     def fixed_bytes(self) -> int:
         """Shared memory of a block beside the ring of weights, barriers of up to 16 pages a warp included."""
         s = self.shape
-        sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + WARPS * 8 * 2)
+        batch = 512 * s.kv_heads // s.qdim  # rows of which attention joins the warps at once
+        sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + batch * WARPS * 8 * 2)
         control = 16 + MAX_ROWS * (7 * 4 + 8 + 4 * s.head_dim)
         control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
         if s.qkv_bias:
@@ -236,10 +238,11 @@ class DensePlan:
             "UNITS": self.units,
             "STAMPS": self.stamps,
             "COPIES": self.copies,
-            "PROBE": int(self.probe),
+            "PROBE_ABOVE": self.probe_above,
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),
             "ALONE": int(self.alone),
+            "BLOCKS": BLOCKS,
             "SHARED_BYTES": self.shared_bytes(),
         }

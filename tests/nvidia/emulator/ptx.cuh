@@ -1,0 +1,281 @@
+// The instructions of `csrc/ptx.cuh` on a CPU: every thread of the grid is a fiber, warps meet at collectives, and what the
+// hardware does asynchronously (bulk copies, stores to other blocks, published words) happens later, in random order. The
+// kernel's own sources are compiled with this file in place of theirs; see test_nvidia_dense_emulated.py.
+#pragma once
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <deque>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEV static inline
+#define __device__
+#define __host__
+#define __global__
+#define __grid_constant__
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+DEV uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+DEV float2 make_float2(float x, float y) { return {x, y}; }
+DEV float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+// ---- fibers
+constexpr int LANES = 32, STACK = 128 * 1024;
+struct Fiber;
+struct Warp {
+  int arrived = 0, parity = 0;
+  u64 slots[2][LANES][4];
+  std::vector<Fiber*> waiting;
+};
+struct Meeting {
+  int arrived = 0;
+  std::vector<Fiber*> waiting;
+};
+struct Block {
+  u8* memory;
+  Meeting all, compute;
+  Meeting* cluster;
+};
+struct Fiber {
+  void* stack_pointer;
+  int thread, block, lane;
+  Warp* warp;
+  Block* home;
+  bool done = false;
+};
+struct Index { int x; };
+extern Fiber* emu_now;
+extern std::vector<Block> emu_blocks;
+extern int emu_cluster, emu_threads;
+extern u32 emu_random_state;
+#define threadIdx (Index{emu_now->thread})
+#define blockIdx (Index{emu_now->block})
+
+u32 emu_random();
+void emu_park();                 // another fiber runs; somebody wakes this one
+void emu_yield();                // another fiber runs; this one stays ready
+void emu_wake(Fiber* f);
+struct Later { int kind; u64 to; uint4 value; int bytes; const u8* from; u32 barrier; int block; };
+void emu_later(const Later& later);
+
+DEV u8* emu_resolve(u32 address, int block) {
+  const int rank = address >> 24;
+  if (rank) block = block / emu_cluster * emu_cluster + rank - 1;
+  return emu_blocks[block].memory + (address & 0xffffffu);
+}
+DEV u8* emu_resolve(u32 address) { return emu_resolve(address, emu_now->block); }
+DEV u8* dynamic_shared() { return emu_now->home->memory; }
+DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emu_now->home->memory); }
+DEV u32 peer_address(u32 address, u32 rank) { return (address & 0xffffffu) | (rank + 1) << 24; }
+
+// ---- warps
+DEV void emu_meet_warp(const u64* mine, int words, u64 (**all)[4]) {
+  Warp& w = *emu_now->warp;
+  const int parity = w.parity;
+  for (int i = 0; i < words; i++) w.slots[parity][emu_now->lane][i] = mine[i];
+  *all = w.slots[parity];
+  if (++w.arrived == LANES) {
+    w.arrived = 0;
+    w.parity ^= 1;
+    for (Fiber* f : w.waiting) emu_wake(f);
+    w.waiting.clear();
+  } else {
+    w.waiting.push_back(emu_now);
+    emu_park();
+  }
+}
+DEV void emu_meet(Meeting& m, int count) {
+  if (++m.arrived == count) {
+    m.arrived = 0;
+    for (Fiber* f : m.waiting) emu_wake(f);
+    m.waiting.clear();
+  } else {
+    m.waiting.push_back(emu_now);
+    emu_park();
+  }
+}
+DEV void __syncwarp() { u64 none[1] = {0}; u64 (*all)[4]; emu_meet_warp(none, 0, &all); }
+DEV void __syncthreads() { emu_meet(emu_now->home->all, emu_threads); }
+DEV void block_sync() { emu_meet(emu_now->home->compute, 256); }
+DEV void cluster_sync() { emu_meet(*emu_now->home->cluster, emu_threads * emu_cluster); }
+DEV u64 emu_shuffle(u64 x, int from) {
+  u64 (*all)[4];
+  emu_meet_warp(&x, 1, &all);
+  return all[from & 31][0];
+}
+template <class T>
+DEV T emu_shuffle_as(T x, int from) {
+  u64 bits = 0;
+  memcpy(&bits, &x, sizeof x);
+  bits = emu_shuffle(bits, from);
+  T y;
+  memcpy(&y, &bits, sizeof y);
+  return y;
+}
+template <class T> DEV T __shfl_xor_sync(u32, T x, int o) { return emu_shuffle_as(x, emu_now->lane ^ o); }
+template <class T> DEV T __shfl_down_sync(u32, T x, int o) { return emu_shuffle_as(x, emu_now->lane + o > 31 ? emu_now->lane : emu_now->lane + o); }
+template <class T> DEV T __shfl_sync(u32, T x, int from) { return emu_shuffle_as(x, from); }
+DEV u32 __ballot_sync(u32, bool x) {
+  u64 mine = x, (*all)[4];
+  emu_meet_warp(&mine, 1, &all);
+  u32 bits = 0;
+  for (int i = 0; i < LANES; i++) bits |= (u32)all[i][0] << i;
+  return bits;
+}
+DEV bool __any_sync(u32, bool x) { return __ballot_sync(~0u, x) != 0; }
+DEV bool __all_sync(u32, bool x) { return __ballot_sync(~0u, x) == ~0u; }
+
+DEV u32 any_bits(u32 x) {
+  u64 mine = x, (*all)[4];
+  emu_meet_warp(&mine, 1, &all);
+  u32 bits = 0;
+  for (int i = 0; i < LANES; i++) bits |= (u32)all[i][0];
+  return bits;
+}
+
+// ---- arithmetic
+DEV float __uint_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
+DEV u32 __float_as_uint(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+DEV float rsqrtf(float x) { return 1.f / sqrtf(x); }
+DEV float emu_exp(float x) { return expf(x); }
+DEV float emu_log2(float x) { return log2f(x); }
+#define __expf emu_exp  // the C library has those names
+#define __log2f emu_log2
+DEV float fast_exp2(float x) { return exp2f(x); }
+DEV int __popc(u32 x) { return __builtin_popcount(x); }
+DEV int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
+DEV int __ffs(u32 x) { return __builtin_ffs(x); }
+template <class T> DEV T min(T a, T b) { return a < b ? a : b; }
+template <class T> DEV T max(T a, T b) { return a > b ? a : b; }
+DEV u32 __byte_perm(u32 x, u32 y, u32 s) {
+  const u64 both = (u64)y << 32 | x;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) out |= (u32)(both >> (s >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return out;
+}
+DEV float bf_low(u32 pair) { return __uint_as_float(pair << 16); }
+DEV float bf_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+DEV u32 emu_bf(float x) {
+  const u32 b = __float_as_uint(x);
+  return x != x ? 0x7fff : (b + 0x7fff + (b >> 16 & 1)) >> 16;
+}
+DEV u32 bf_pair(float low, float high) { return emu_bf(high) << 16 | emu_bf(low); }
+DEV float bf_round(float x) { return bf_low(emu_bf(x)); }
+DEV void mma(float (&d)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
+  const u64 mine[4] = {a0, a1, b0, b1};
+  u64 (*all)[4];
+  emu_meet_warp(mine, 4, &all);
+  const int g = emu_now->lane / 4, q = emu_now->lane % 4;
+  for (int j = 0; j < 2; j++)
+    for (int k = 0; k < 4; k++)
+      for (int half = 0; half < 2; half++) {
+        const u32 a = all[4 * g + k][half], b = all[4 * (2 * q + j) + k][2 + half];
+        d[j] += bf_low(a) * bf_low(b) + bf_high(a) * bf_high(b);
+      }
+}
+DEV void mma(float (&d)[4], uint4 a, u32 b0, u32 b1) {
+  const u64 mine[3] = {(u64)a.y << 32 | a.x, (u64)a.w << 32 | a.z, (u64)b1 << 32 | b0};
+  u64 (*all)[4];
+  emu_meet_warp(mine, 3, &all);
+  const int g = emu_now->lane / 4, q = emu_now->lane % 4;
+  for (int row = 0; row < 2; row++)
+    for (int j = 0; j < 2; j++)
+      for (int k = 0; k < 4; k++)
+        for (int half = 0; half < 2; half++) {
+          const u32 x = all[4 * g + k][half] >> 32 * row, y = all[4 * (2 * q + j) + k][2] >> 32 * half;
+          d[2 * row + j] += bf_low(x) * bf_low(y) + bf_high(x) * bf_high(y);
+        }
+}
+DEV void mma8(float (&d)[4], u32 a, u32 b) {
+  const u64 mine[2] = {a, b};
+  u64 (*all)[4];
+  emu_meet_warp(mine, 2, &all);
+  const int g = emu_now->lane / 4, q = emu_now->lane % 4;
+  for (int j = 0; j < 2; j++)
+    for (int k = 0; k < 4; k++) {
+      const u32 x = all[4 * g + k][0], y = all[4 * (2 * q + j) + k][1];
+      d[j] += bf_low(x) * bf_low(y) + bf_high(x) * bf_high(y);
+    }
+}
+
+// ---- memory
+template <class T> DEV T __ldg(const T* p) { return *p; }
+DEV uint4 load_constant(const void* p) { return *(const uint4*)p; }
+DEV uint4 load_stream(const void* p) { return *(const uint4*)p; }
+DEV uint4 load_shared(u32 address) {
+  if (address % 16) { fprintf(stderr, "misaligned shared load\n"); abort(); }
+  uint4 v;
+  memcpy(&v, emu_resolve(address), 16);
+  return v;
+}
+DEV uint4 load_exchange(const void* p) { emu_yield(); return *(const uint4*)p; }
+DEV u32 load_exchange_word(const void* p) { emu_yield(); return *(volatile const u32*)p; }
+DEV void store_shared(u32 address, uint4 v) { memcpy(emu_resolve(address), &v, 16); }
+DEV long long nanoseconds_now() { return 0; }
+DEV void store_exchange(void* p, u32 v, u32 w) { emu_later({2, (u64)p, {v, w, 0, 0}, 8, nullptr, 0, 0}); }
+DEV void store_exchange(void* p, u32 v) { emu_later({2, (u64)p, {v, 0, 0, 0}, 4, nullptr, 0, 0}); }
+DEV void __threadfence() {}
+DEV void __nanosleep(int) { emu_yield(); }
+template <class T> DEV T atomicAdd(T* p, T x) { T old = *p; *p = old + x; return old; }
+template <class T> DEV T atomicMax(T* p, T x) { T old = *p; *p = x > old ? x : old; return old; }
+template <class T> DEV T atomicExch(T* p, T x) { T old = *p; *p = x; return old; }
+
+// A barrier: phase in bit 0, arrivals that are missing from bit 1, arrivals of a phase from bit 12, missing bytes from bit 32.
+struct EmuBarrier { u32 phase : 1, missing : 11, arrivals : 20; int bytes; };
+DEV EmuBarrier& emu_barrier(u32 address, int block) { return *(EmuBarrier*)emu_resolve(address, block); }
+DEV EmuBarrier& emu_barrier(u32 address) { return emu_barrier(address, emu_now->block); }
+DEV void emu_settle(EmuBarrier& b) {
+  if (b.missing || b.bytes) return;
+  b.phase ^= 1;
+  b.missing = b.arrivals;
+}
+DEV void barrier_init(u32 address, u32 arrivals) {
+  EmuBarrier& b = emu_barrier(address);
+  b.phase = 0; b.missing = b.arrivals = arrivals; b.bytes = 0;
+}
+DEV void barrier_arrive(u32 address) {
+  EmuBarrier& b = emu_barrier(address);
+  if (!b.missing) { fprintf(stderr, "too many arrivals\n"); abort(); }
+  b.missing--;
+  emu_settle(b);
+}
+DEV void barrier_expect(u32 address, u32 bytes) { emu_barrier(address).bytes += bytes; barrier_arrive(address); }
+DEV bool barrier_test(u32 address, u32 phase) { return emu_barrier(address).phase != phase; }
+DEV bool barrier_done(u32 address, u32 phase) {
+  if (barrier_test(address, phase)) return true;
+  emu_yield();
+  return barrier_test(address, phase);
+}
+DEV bool barrier_received(u32 address, u32 phase) { return barrier_done(address, phase); }
+DEV u64 read_once_policy() { return 0; }
+DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
+  if (to % 16 || (u64)from % 16 || bytes % 16) { fprintf(stderr, "misaligned bulk copy\n"); abort(); }
+  emu_later({0, to, {}, (int)bytes, (const u8*)from, barrier, emu_now->block});
+}
+DEV void send(u32 to, u32 v, u32 barrier) { emu_later({1, to, {v, 0, 0, 0}, 4, nullptr, barrier, emu_now->block}); }
+DEV void send(u32 to, uint4 v, u32 barrier) {
+  if (to % 16) { fprintf(stderr, "misaligned store\n"); abort(); }
+  emu_later({1, to, v, 16, nullptr, barrier, emu_now->block});
+}
+DEV void copy_async(u32 to, const void* from, bool present) {
+  if (present) memcpy(emu_resolve(to), from, 16); else memset(emu_resolve(to), 0, 16);
+}
+DEV void barrier_arrive_after_copies(u32 barrier) { barrier_arrive(barrier); }
+DEV void copies_done() {}
+DEV void barriers_ready() {}
+template <int COUNT> DEV void take_registers() {}
+template <int COUNT> DEV void give_registers() {}
+DEV void forget(int&) {}
+DEV long long clock_now() { static long long t = 0; return t += 10; }

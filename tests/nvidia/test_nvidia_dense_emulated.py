@@ -1,0 +1,67 @@
+"""The dense step's own sources on a CPU: every thread of a small grid is a fiber, asynchronous copies and published
+words arrive late and in random order. Finds wrong indices, missing waits and deadlocks; says nothing of speed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from emulator import machine
+
+from lowlat_nvidia.dense import pack, reference
+from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense import step as steps
+from lowlat_nvidia.dense.cases import copy_pools, make_case, one_row
+from lowlat_nvidia.dense.rotary import frequencies, rotary_table
+
+pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x86-64")
+BLOCKS = 32
+SHAPE = plans.DenseShape(1, 512, 8, 2, 64, 512, 300, False)
+
+
+@pytest.fixture
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (plans, pack, steps):
+        monkeypatch.setattr(module, "BLOCKS", BLOCKS)
+
+
+def build(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, changes: dict[str, tuple[str, str]] | None = None
+) -> tuple[steps.DenseStep, pack.DenseWeights]:
+    plan = plans.DensePlan(SHAPE)
+    library = machine.build(plan.definitions(), folder, changes)
+    monkeypatch.setattr(steps, "compile_cubin", lambda name, definitions: (b"", ""))
+    monkeypatch.setattr(
+        steps, "Function", lambda cubin, name, shared: machine.EmulatedFunction(library, SHAPE.kv_heads, shared)
+    )
+    weights = reference.random_weights(SHAPE, 3, "cpu")
+    rotary = rotary_table(frequencies({"rope_theta": 5e5}, SHAPE.head_dim), 2000, "cpu")
+    return steps.DenseStep(plan, weights, rotary, "cpu"), weights
+
+
+def distance(built: steps.DenseStep, weights: pack.DenseWeights, positions: list[list[int]]) -> float:
+    """Of the worst row from float32, relative. Rows are compared with themselves alone bit for bit."""
+    inputs, pools = make_case(SHAPE, positions, 16, 5, "cpu")
+    expected = reference.reference_step(SHAPE, weights, built.rotary, copy_pools(pools), 16, inputs)
+    built.bind(pools, 16)
+    built.logits_RV.fill_(float("nan"))
+    logits = built.run(inputs, 1).clone()
+    built.check()
+    if len(logits) > 1:
+        last = len(logits) - 1
+        assert torch.equal(built.run(one_row(inputs, last), 1)[0], logits[last])
+    return ((logits - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+
+
+def test_the_kernel_is_right_on_a_cpu(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built, weights = build(monkeypatch, tmp_path)
+    assert distance(built, weights, [[333]]) < 1e-2
+    assert distance(built, weights, [[5], [70, 71]]) < 1e-2
+
+
+def test_a_wait_that_is_left_out_shows(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wait = "if (__float_as_uint(x[e]) == EMPTY) x[e] = __uint_as_float(gather_word(c, words(item) + e * 32, 2));"
+    built, weights = build(monkeypatch, tmp_path, {"attention.cuh": (wait, "x[e] += 0.f;")})
+    assert not distance(built, weights, [[40]]) < 1e-2
