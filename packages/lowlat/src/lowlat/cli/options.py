@@ -150,7 +150,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
             "--draft",
             panel=_COMPUTE,
             help="For --spec draft-model: a model of the same vocabulary. For the trained drafts: a folder that "
-            "lowlat train-draft wrote.",
+            "lowlat train-draft wrote; smollm2 has a dspark draft of its own.",
         ),
     ],
     "spec_width": Annotated[
