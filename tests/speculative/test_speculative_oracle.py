@@ -1,8 +1,8 @@
 """On the model's real weights, float32, greedy: answers with each proposer are those of plain decoding.
 
 Prompts are the oracle's. Answers are compared up to the first token whose two best logits are nearer than 0.01, where
-the number of a step's rows may decide. `make soak` compares 200 tokens, alone and eight at a time, after hits in the prefix
-cache and after preemption, with all proposers; `make test` fewer tokens with two of them.
+the number of a step's rows may decide. `make soak` compares 200 tokens, alone and eight at a time, after hits in the
+prefix cache and after preemption, with all proposers; `make test` fewer tokens with two of them.
 """
 
 from __future__ import annotations

@@ -18,10 +18,12 @@ from lowlat.engine.request import SamplingParams
 from lowlat.layers.step import Segment, StepInputs
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.offline import Engine
+from lowlat.speculative import int8_linear
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import load_draft
 from lowlat.speculative.proposer import DraftRequest
 from lowlat.training.draft_loss import blocks, loss_of
+from lowlat.training.muon import orthogonal
 from lowlat.training.target import Target
 from lowlat.training.texts import Prompts, TextError, Texts, conversations
 from lowlat.training.train_draft import draw_anchors
@@ -204,3 +206,28 @@ def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path):
     result = CliRunner().invoke(main.app, command)
     assert result.exit_code == 2
     assert "to train on" in result.output
+
+
+def test_updates_of_matrices_have_singular_values_near_one():
+    for shape in ((3, 40, 24), (2, 24, 40)):
+        matrices = torch.randn(*shape, generator=torch.Generator().manual_seed(5))
+        values = torch.linalg.svdvals(orthogonal(matrices))
+        assert 0.5 < float(values.min()) < float(values.max()) < 1.3
+        # Of the same directions: U V^T of the decomposition.
+        left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+        likeness = (orthogonal(matrices) * (left @ right)).sum((1, 2)) / min(shape[1:])
+        assert float(likeness.min()) > 0.8
+
+
+def test_drafts_in_int8_guess_like_those_in_float32():
+    if not int8_linear.available():
+        pytest.skip("this PyTorch has no integer products here")
+    network = random_network(draft_config("dspark"), seed=3)
+    rounded = int8_linear.with_int8(network, least=1)
+    assert rounded.fc is not network.fc
+    assert isinstance(rounded.fc, torch.nn.Linear), "features of very different size"
+    assert sum(isinstance(module, int8_linear.Int8Linear) for module in rounded.modules()) == 2 * 7 + 2
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    for mine, theirs in ((rounded, network),):
+        got, expected = mine.layers[0].up_proj(x), theirs.layers[0].up_proj(x)
+        assert float((got - expected).norm() / expected.norm()) < 0.03

@@ -1,4 +1,4 @@
-"""A draft's products on CPUs, in bytes: int8 weights with a scale a row, activations rounded to 255 levels a step.
+"""A draft's products on CPUs, in bytes: int8 weights with a scale a row, activations rounded to 127 levels a step.
 
 Rounding moves guesses a little, never answers. It is several times as fast as float32, whose weights would be read from
 memory again for every guess.
@@ -32,7 +32,8 @@ def int8_product(weight_OI: torch.Tensor) -> Callable[[torch.Tensor], torch.Tens
     packed = torch.ops.quantized.linear_prepack(quantised, None)
 
     def product(x_RI: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.quantized.linear_dynamic(x_RI, packed, False)
+        # Half the range: without VNNI, sums of two products could leave 16 bits.
+        result: torch.Tensor = torch.ops.quantized.linear_dynamic(x_RI, packed, True)
         return result
 
     return product
