@@ -15,8 +15,9 @@ from lowlat.parallel.peer_memory import PeerMemory, PeerMemoryError
 
 __all__ = ["MOST_BYTES", "PushSums"]
 
-MOST_BYTES = 1024 * 1024
-"""Of a rank's rows; a larger message goes by the group's all-reduce, which sends each byte once."""
+MOST_BYTES = 192 * 1024
+"""Of a rank's rows; larger messages go by NCCL. On two H200s pushes are faster at 112 KiB, slower at 512 KiB
+(benchmarks/tensor_parallel.py)."""
 
 
 _MOST_PICKS = 256
@@ -90,3 +91,4 @@ class PushSums:
                 f"rank {self._rank}: a rank's part of sum {int(self._alarm[0])} did not come within "
                 f"{self._deadline_s:g} s (half of --watchdog-s); its own message is above, or it hangs"
             )
+        self._others.check()

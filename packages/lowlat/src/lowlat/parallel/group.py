@@ -21,6 +21,8 @@ class Communicator(Protocol):
     shard: Shard
     timeout_s: float
     """A rank that makes the others wait longer than this counts as lost."""
+    stopped: bool
+    """Whether `stop` was called: what was exchanged since means nothing."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place."""
@@ -49,6 +51,7 @@ class SingleRank:
 
     shard = Shard()
     timeout_s = 0.0
+    stopped = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Nothing to sum."""
@@ -99,7 +102,7 @@ class TorchGroup:
         self.timeout_s = timeout_s
         self._timeout = timedelta(seconds=timeout_s)
         self._stops: list[Callable[[], None]] = []
-        self._stopped = False
+        self.stopped = False
         self._nccl = "nccl" in backend
         dist.init_process_group(
             backend,
@@ -159,9 +162,9 @@ class TorchGroup:
 
     def stop(self) -> None:
         """Give up: kernels that wait for a lost rank end, with results that mean nothing. From any thread."""
-        if self._stopped:
+        if self.stopped:
             return
-        self._stopped = True
+        self.stopped = True
         for stop in self._stops:
             stop()
         if self._nccl:
