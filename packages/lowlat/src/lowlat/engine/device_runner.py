@@ -23,7 +23,7 @@ import torch
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import GREEDY, MIN_TEMPERATURE, PlanLimits, SlotSampling, StepPlan
 from lowlat.engine.device_choice import GroupChoice
-from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, label_logprobs
+from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, chunk_rows, label_logprobs
 from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import LabelReads, PendingStep
 from lowlat.engine.device_sampler import Samples, SamplingMode
@@ -81,7 +81,8 @@ class DeviceRunner:
         self._choice = GroupChoice(model, host.communicator)
         self._most = limits.max_batch
         self._state = DeviceState(limits, layout, model.vocab_size, self.device)
-        chunks = bodies if model.capturable(limits.max_rows) else EagerBodies()
+        rows = chunk_rows(limits.max_rows) + limits.max_batch
+        chunks = bodies if model.capturable(rows) else EagerBodies()
         self._chunks = ChunkBodies(model, self.kv, self._state, chunks)
         self._lists = SlotLists(self._state.padding_slot, self.device)
         self.verifier: Verifier | None = None

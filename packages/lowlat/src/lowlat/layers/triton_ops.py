@@ -98,7 +98,7 @@ class TritonOps:
                 x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
                 early_start=self._early,
             )[0]  # fmt: skip
-        if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(x_RI.shape[1], norm=False):
+        if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(*linear.weight_OI.shape, norm=False):
             result = product(x_RI, linear.weight_OI, linear.bias_O, early_start=self._early)
         out_RO = linear(x_RI) if result is None else result[0]
         out_RO = out_RO if activation is None else gated(out_RO, activation)
@@ -121,7 +121,7 @@ class TritonOps:
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
                 activation=activation, out_dtype=out_dtype, early_start=self._early,
             )  # fmt: skip
-        if isinstance(linear, CudaLinear) and len(residual_RH) <= most_rows(residual_RH.shape[1], norm=True):
+        if isinstance(linear, CudaLinear) and len(residual_RH) <= most_rows(*linear.weight_OI.shape, norm=True):
             result = product(
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
                 activation=activation, out_dtype=out_dtype, early_start=self._early,
