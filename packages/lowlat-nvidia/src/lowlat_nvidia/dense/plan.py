@@ -139,9 +139,9 @@ class DensePlan:
     """A shape with the choices that tune it.
 
     `ring_limit` bytes of weights and `units` blocks of 8 cached tokens a warp are under way; what all blocks read is
-    published `copies` times when rows are few, and more than `probe_above` rows are waited for by one vector. Idle warps
-    that copy sleep `idle_ns`; with `paced`, one row's copies wait for the stage that streams most. `plain_copies` is for
-    tools that watch every access, `alone` can run stages one by one (`dense.alone`).
+    published `copies` times when rows are few, and more than `probe_above` rows are waited for by one vector. Idle
+    warps that copy sleep `idle_ns`; with `paced`, one row's copies wait for the stage that streams most.
+    `plain_copies` is for tools that watch every access, `alone` can run stages one by one (`dense.alone`).
     """
 
     shape: DenseShape
