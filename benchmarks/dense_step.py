@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--rings", default="96", help="ring sizes in KB")
     parser.add_argument("--units", default="2", help="units of 8 cached tokens in flight, each warp")
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--probes", default="2", help="more rows than these are waited for by one vector")
+    parser.add_argument("--probes", default="1", help="more rows than these are waited for by one vector")
     parser.add_argument("--copies", default="4")
     parser.add_argument("--idle", default="20")
     parser.add_argument("--paced", default="1")

@@ -138,9 +138,9 @@ def chunk_fragments(inputs: int) -> int:
 class DensePlan:
     """A shape with the choices that tune it.
 
-    `ring_limit` bytes of weights and `units` blocks of 8 cached tokens a warp are under way; what all blocks read is
-    published `copies` times when rows are few, and more than `probe_above` rows are waited for by one vector. Idle
-    warps that copy sleep `idle_ns`; with `paced`, one row's copies wait for the stage that streams most.
+    `ring_limit` bytes of weights and `units` blocks of 8 cached tokens a warp are under way. What all blocks read is
+    published `copies` times when rows are few; more than `probe_above` rows (None: as measured) are waited for by one
+    vector. Idle warps that copy sleep `idle_ns`; with `paced`, one row's copies wait for the stage that streams most.
     `plain_copies` is for tools that watch every access, `alone` can run stages one by one (`dense.alone`).
     """
 
@@ -149,7 +149,7 @@ class DensePlan:
     units: int = 2
     stamps: int = 0
     copies: int = 4
-    probe_above: int = 2
+    probe_above: int | None = None
     idle_ns: int = 20
     paced: bool = True
     plain_copies: bool = False
@@ -216,6 +216,10 @@ class DensePlan:
         small = 4 * 16 + 8 * 2 * MAX_ROWS + 16 * s.layers + 8 * BLOCKS * (s.layers + 1) * max(1, self.stamps)
         return stream + 4 * self.exchange_words() + 4 * MAX_ROWS * s.vocab + 4 * positions * s.head_dim + small
 
+    def _probe_above(self) -> int:
+        """As measured: one row of a wide model is polled whole, everything else by one vector first."""
+        return self.probe_above if self.probe_above is not None else int(self.shape.hidden > 1024)
+
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
         s = self.shape
@@ -238,7 +242,7 @@ class DensePlan:
             "UNITS": self.units,
             "STAMPS": self.stamps,
             "COPIES": self.copies,
-            "PROBE_ABOVE": self.probe_above,
+            "PROBE_ABOVE": self._probe_above(),
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),
