@@ -49,6 +49,25 @@ def test_walks(dtype):
     check_walks(walk, 49152, dtype, "cuda")
 
 
+@pytest.mark.parametrize("rows", [2, 7, 16])
+@pytest.mark.parametrize(("width", "outputs", "gated"), [(576, 960, False), (576, 1536, True), (1536, 576, False)])
+def test_products_of_rows(rows, width, outputs, gated):
+    from lowlat.layers.activation import GATED
+    from lowlat.layers.triton.row_product import fits, row_product
+
+    weight = torch.randn(outputs * (1 + gated), width, device="cuda").bfloat16() * 0.05
+    x, stream, norm = (torch.randn(*shape, width, device="cuda").bfloat16() for shape in ((rows,), (rows,), ()))
+    assert fits(rows, weight)
+    activation = "silu" if gated else None
+    got, total = row_product(x, weight, stream_RI=stream, norm_I=norm, eps=1e-5, activation=activation)
+    assert torch.equal(total, x + stream)
+    normed = torch.nn.functional.rms_norm((x + stream).double(), (width,), norm.double(), 1e-5)
+    expected = normed @ weight.double().t()
+    if gated:
+        expected = GATED["silu"](*expected.chunk(2, -1))
+    torch.testing.assert_close(got.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 8])
 @pytest.mark.parametrize(("counts", "forced"), [(False, False), (True, False), (True, True)])
 def test_verification(width, counts, forced):

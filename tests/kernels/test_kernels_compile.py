@@ -25,6 +25,7 @@ from lowlat.layers.triton import (  # noqa: E402
     norm,
     product,
     rope_write,
+    row_product,
     slots,
     verify,
 )
@@ -119,6 +120,24 @@ def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
     if dtype == "bf16":
         text = kernel.asm["amdgcn" if target == "gfx950" else "ptx"]
         assert re.search(r"v_mfma_f32\S*bf16|(mma|wgmma|tcgen05)\S*\.sync\S*bf16|tcgen05\.mma", text), "no matrix unit"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("width", "gate", "norm"), [(576, -1, True), (576, 0, True), (1536, -1, False)])
+def test_products_of_rows_fit(width, gate, norm, target, tmp_path):
+    pointers = ["x_ptr", "stream_ptr", "norm_ptr", "weight_ptr", "bias_ptr", "out_ptr", "sum_ptr"]
+    types = dict.fromkeys(pointers, "*bf16") | {"rows": "i32", "outputs": "i32", "eps": "fp32"}
+    part, block_k = row_product.parts_of(width)
+    constants = {
+        "WIDTH": width, "ADD": norm, "NORM": norm, "GATE": gate, "BIAS": False, "PARTS": row_product.PARTS,
+        "PART": part, "BLOCK_K": block_k, "BLOCK_N": 16, "EARLY": target != "gfx950",
+    }  # fmt: skip
+    kernel = compiled(row_product.row_product_kernel, target, types, constants, num_warps=row_product.PARTS)
+    registers, spilled, shared = resources(kernel, target, tmp_path)
+    if target == "sm_90":  # measured and used there alone so far
+        assert spilled == 0
+        assert registers * 32 * row_product.PARTS <= 65536
+    assert shared <= SHARED[target]
 
 
 def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:

@@ -18,6 +18,8 @@ from lowlat.layers.triton.activation import KINDS
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 MOST_ROWS = 16
+# Of the input features, one for each warp.
+PARTS = 8
 # Output features of a program.
 _OUTPUTS = 16
 # Beyond so many input features a program's registers are too few.
@@ -88,6 +90,12 @@ def row_product_kernel(
     tl.store(out_rn, rounded_rn.to(out_ptr.dtype.element_ty), mask=tile_rn)
 
 
+def parts_of(width: int) -> tuple[int, int]:
+    """Input features of a part, and the power of two that holds them."""
+    part = triton.cdiv(triton.cdiv(width, PARTS), 16) * 16
+    return part, triton.next_power_of_2(part)
+
+
 def fits(rows: int, weight_OI: torch.Tensor) -> bool:
     """Whether these kernels are for such a product: few rows, a weight whose reading takes no longer than a launch, and
     sums that tensor cores can make."""
@@ -117,13 +125,12 @@ def row_product(
     assert stream_RI is None or stream_RI.is_contiguous()
     out_RO = torch.empty(rows, outputs, dtype=out_dtype or weight_OI.dtype, device=x_RI.device)
     sum_RI = x_RI if stream_RI is None else torch.empty_like(x_RI)
-    parts = 8
-    part = triton.cdiv(triton.cdiv(width, parts), 16) * 16
+    part, block_k = parts_of(width)
     row_product_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
         x_RI, x_RI if stream_RI is None else stream_RI, x_RI if norm_I is None else norm_I, weight_OI,
         x_RI if bias_O is None else bias_O, out_RO, sum_RI, rows, outputs, eps, WIDTH=width,
         ADD=stream_RI is not None, NORM=norm_I is not None, GATE=-1 if activation is None else KINDS[activation],
-        BIAS=bias_O is not None, PARTS=parts, PART=part, BLOCK_K=triton.next_power_of_2(part), BLOCK_N=_OUTPUTS,
-        EARLY=early_start, num_warps=parts, **early.launch_options(early_start),
+        BIAS=bias_O is not None, PARTS=PARTS, PART=part, BLOCK_K=block_k, BLOCK_N=_OUTPUTS,
+        EARLY=early_start, num_warps=PARTS, **early.launch_options(early_start),
     )  # fmt: skip
     return out_RO, sum_RI
