@@ -209,7 +209,8 @@ def _whole_head(
         return None
     tied = model.config.tie_word_embeddings
     weight_VH = model.embedding_VH if tied else checkpoint.tensor("lm_head.weight", build.dtype)
-    return weight_VH if vocabulary is None else weight_VH.index_select(0, vocabulary)
+    # The draft moves to the model's device later than this.
+    return weight_VH if vocabulary is None else weight_VH.index_select(0, vocabulary.to(weight_VH.device))
 
 
 def _check_target(config: DraftConfig, model: Decoder) -> None:
