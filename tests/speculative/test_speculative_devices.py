@@ -1,5 +1,8 @@
-"""A draft's head lies on the model's device. A GPU that is not here is stood in for by PyTorch's fake tensors, which have
-a device and no data, and mind operations across devices."""
+"""A draft's head lies on the model's device.
+
+A GPU that is not here is stood in for by PyTorch's fake tensors, which have a device and no data, and mind operations
+across devices.
+"""
 
 from __future__ import annotations
 
