@@ -154,7 +154,7 @@ PLANTS = (
     _plant(
         "A20",
         "logits are divided by any temperature",
-        "engine/sampler.py",
+        "engine/batch.py",
         "MIN_TEMPERATURE = 1e-5",
         "MIN_TEMPERATURE = 0.0",
         "engine/test_engine_sampler.py::test_tiny_temperatures_are_greedy",
