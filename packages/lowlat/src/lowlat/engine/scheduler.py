@@ -341,7 +341,7 @@ class Scheduler:
                 continue  # shared already, or of a lower priority, so that it may take long
             if active.request.cache_salt != waiting.request.cache_salt:
                 continue
-            common = common_tokens(active.tokens, waiting.tokens, lease.cached_tokens, min(end, limit))
+            common = common_tokens(active.tokens, waiting.tokens, min(end, limit))
             common -= common % self.cache.page_size
             saved, later = common - lease.cached_tokens, end - common
             # With windows, a prefix can be gone on from at the end of what was shared only.
