@@ -76,9 +76,9 @@ def test_any_json_object(engine: Engine):
     """A random model rarely ends one by itself, so its ends are made likely."""
     close = ((ord("}"), 40.0), (ord('"'), 20.0), (ord(":"), 20.0), (300, 40.0))
     sampling = [
-        SamplingParams(max_tokens=400, seed=n, grammar=Grammar("json_object"), logit_bias=close) for n in range(6)
+        SamplingParams(max_tokens=400, seed=n, grammar=Grammar("json_object"), logit_bias=close) for n in range(16)
     ]
-    answers = engine.generate([[1, 2]] * 6, sampling)
+    answers = engine.generate([[1, 2]] * len(sampling), sampling)
     ended = [json.loads(answer.text) for answer in answers if answer.finish_reason == "stop"]
     assert ended
     assert all(isinstance(value, dict) for value in ended)

@@ -95,7 +95,7 @@ def test_new_writes_a_project_that_passes_its_own_checks(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path / "project", timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 passed, 1 skipped" in done.stdout, done.stdout
+    assert "10 passed, 2 skipped" in done.stdout, done.stdout  # one needs ranks, one 16-bit kernels
 
 
 @pytest.mark.parametrize("name", ["", "My-Kernels", "a_b", "9lives", "a--b", "../up"])
