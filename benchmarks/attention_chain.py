@@ -12,9 +12,7 @@ import argparse
 import copy
 from pathlib import Path
 
-import torch
-
-from lowlat.bench.arms.torch_step import time_cuda
+from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
 from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
@@ -38,10 +36,7 @@ def measure(plan: ChainPlan, rows: int, rounds: int, ceiling: float) -> list[Row
         cases.append((chain, inputs))
     graphs = {}
     for arm, early in (("lowlat-nvidia", True), ("general", False)):
-        graphs[arm] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[arm]):
-            for chain, inputs in cases * PASSES:
-                chain.run(inputs, early=early)
+        graphs[arm] = capture(lambda early=early: [chain.run(inputs, early=early) for chain, inputs in cases * PASSES])
     arms = {
         arm: (lambda g=graph: [t / (SETS * PASSES) for t in time_cuda(g.replay, 30)]) for arm, graph in graphs.items()
     }

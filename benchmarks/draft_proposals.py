@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lowlat.bench.arms.torch_step import time_cuda
+from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
 from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
@@ -64,26 +64,14 @@ class Set:
         return reference.plain_step(self.head, self.embedding, self.inputs.base_RSL, self.anchors)
 
 
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """One graph of `run`."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def measure(plan: MarkovPlan, requests: int, temperature: float, rounds: int, ceiling: float) -> list[Row]:
     """Rows of one case."""
     sets = [Set(plan, requests, temperature) for _ in range(SETS)]
     for one in sets:
         one.check()
-    graphs = {"lowlat-nvidia": captured(lambda: [one.built.run(one.inputs) for one in sets * PASSES])}
+    graphs = {"lowlat-nvidia": capture(lambda: [one.built.run(one.inputs) for one in sets * PASSES])}
     if temperature == 0:
-        graphs["torch-eager-graph"] = captured(lambda: [one.plain() for one in sets * PASSES])
+        graphs["torch-eager-graph"] = capture(lambda: [one.plain() for one in sets * PASSES])
 
     def arm(graph: torch.cuda.CUDAGraph) -> Callable[[], list[float]]:
         return lambda: [sample / (SETS * PASSES) for sample in time_cuda(graph.replay, 30)]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lowlat.bench.arms.torch_step import time_cuda
+from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
 from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
@@ -81,18 +81,6 @@ def early_window(mixture: RoutedExperts, x_RH: torch.Tensor) -> None:
     mixture.first_products(parameters, stream)
 
 
-def captured(runs: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """One graph of all runs."""
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    return graph
-
-
 def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling: float) -> list[Row]:
     """Rows of one number of rows."""
     inputs = [torch.randn(rows, plan.hidden, device="cuda").bfloat16() for _ in sets]
@@ -133,7 +121,7 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
     }
     found = []
     for name, (size, arms) in windows.items():
-        graphs = {arm: captured(runs * PASSES) for arm, runs in arms.items()}
+        graphs = {arm: capture(lambda runs=runs: [run() for run in runs * PASSES]) for arm, runs in arms.items()}
         measured = alternate(
             {
                 arm: (lambda g=graph: [t / (SETS * PASSES) for t in time_cuda(g.replay, 20)])

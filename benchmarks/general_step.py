@@ -92,8 +92,8 @@ class Options(msgspec.Struct, frozen=True):
         return [(batch, context) for context in self.contexts for batch in (long if context > LONG else self.batches)]
 
     @property
-    def library(self) -> str | None:
-        """The kernel library among the arms."""
+    def kernels_arm(self) -> str | None:
+        """The arm that is a kernel library, if any."""
         return next((arm for arm in self.arms if kernel_library(arm)), None)
 
 
@@ -113,8 +113,8 @@ class Engine:
             kv_tokens=max(batch * rooms[context] for batch, context in options.cases),
             page_size=PAGE,
             run_ahead=2,
-            low_latency="off" if options.library is None else "require",
-            kernels=None if options.library is None else kernel_library(options.library),
+            low_latency="off" if options.kernels_arm is None else "require",
+            kernels=None if options.kernels_arm is None else kernel_library(options.kernels_arm),
             seed=0,
         )
         checkpoint: Any = RandomCheckpoint(shape, 0, options.device)
@@ -318,8 +318,8 @@ def measure_case(engine: Engine, batch: int, context: int, options: Options) -> 
     """All arms of one case, and the milliseconds of a follow-up request."""
     case = engine.case(batch, context)
     arms: dict[str, Arm] = {"general": lambda: case.decode(options.steps)}
-    if options.library is not None:
-        arms[options.library] = lambda: case.decode(options.steps, kernels=True)
+    if options.kernels_arm is not None:
+        arms[options.kernels_arm] = lambda: case.decode(options.steps, kernels=True)
     # PyTorch's attention over many long contexts takes so long that there is nothing to learn from it.
     wanted = ["torch-eager-graph"] if batch == 1 or context <= LONG else []
     wanted += ["torch-compile"] if batch <= options.compiled[0] and context <= options.compiled[1] else []
@@ -343,7 +343,7 @@ def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling:
         "concurrency": batch,
     }  # fmt: skip
     notes = dict.fromkeys(
-        ("general", options.library),
+        ("general", options.kernels_arm),
         f"engine in process: scheduler, {options.sampling} tokens, run-ahead 2; cached keys and values drawn at random",
     )
     rows = [
@@ -353,11 +353,11 @@ def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling:
         )
         for arm in measured.rounds
     ]  # fmt: skip
-    if options.library in measured.rounds and options.device == "cuda":
+    if options.kernels_arm in measured.rounds and options.device == "cuda":
         alone = statistics.median(engine.launch_alone(batch, context, 2 * options.steps))
-        row = next(row for row in rows if row.arm == options.library)
+        row = next(row for row in rows if row.arm == options.kernels_arm)
         row.details = {"forward_us": round(alone, 1), "over_forward": round(row.median / alone, 4)}
-        print(f"   {options.library}: forward alone {alone:.1f} us", flush=True)
+        print(f"   {options.kernels_arm}: forward alone {alone:.1f} us", flush=True)
     for arm, error in measured.errors.items():
         print(f"   {arm} broke and is left out: {error}", flush=True)
     floor = size / (ceiling.tb_s * 1e6)
@@ -382,7 +382,7 @@ def run(options: Options, directory: Path) -> Path:
     print(f"read ceiling {ceiling.tb_s} TB/s ({ceiling.method})", flush=True)
     gpus = int(options.device == "cuda")
     result: Result = new_result(
-        "general-step" if options.library is None else "library-step",
+        "general-step" if options.kernels_arm is None else "library-step",
         simulated=Simulated(weights=True),
         read_ceiling_tb_s=ceiling.tb_s,
         gpus=gpus,
@@ -444,7 +444,7 @@ def main(arguments: list[str] | None = None) -> Path:
     if got.long_batches:
         long_batches = [int(text) for text in got.long_batches.split(",")]
         options = msgspec.structs.replace(options, long_batches=long_batches)
-    turns = (1 + (options.library is not None)) * (2 * options.rounds + 1) * (options.steps + 4) + 8
+    turns = (1 + (options.kernels_arm is not None)) * (2 * options.rounds + 1) * (options.steps + 4) + 8
     if turns > ANSWER:
         parser.error(f"{turns} steps of a case, and its requests have {ANSWER} tokens: fewer --rounds or --steps")
     if any(context % PAGE for context in options.contexts):

@@ -7,6 +7,7 @@ import sys
 import urllib.request
 
 import pytest
+import torch
 
 SERVER = pathlib.Path(__file__).with_name("scripted_server.py")
 
@@ -21,6 +22,15 @@ class Scripted:
     def log(self):
         with urllib.request.urlopen(f"{self.url}/script/log", timeout=10) as response:
             return json.load(response)
+
+
+@pytest.fixture
+def one_thread():
+    """PyTorch computes in one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from lowlat.bench import random_v41, regions
 from lowlat.bench.arms.base import StepCase
@@ -14,12 +13,7 @@ from lowlat.bench.region_recorder import RegionRecorder
 TINY = PRESETS["tiny"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_time_between_marks_belongs_to_the_innermost_region(monkeypatch):

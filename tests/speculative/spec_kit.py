@@ -15,6 +15,7 @@ from lowlat.speculative.draft_network import DraftNetwork
 from tiny_tokenizer import byte_tokenizer
 
 VOCABULARY = 101
+PROPOSERS = ["ngram", "draft-model", "dflash", "dflash2", "dspark"]
 SETTINGS: dict[str, Any] = {
     "threads": 1,
     "kv_tokens": 512,

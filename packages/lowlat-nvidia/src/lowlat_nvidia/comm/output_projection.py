@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowlat_nvidia.formats import HALF_ORDER, quantise
 from lowlat_nvidia.jit import Function, compile_cubin
 
 WARPS, MAX_ROWS, GROUP, STREAMS, MAX_RANKS = 8, 8, 32, 4, 8
@@ -116,10 +117,9 @@ class Residual:
 
 def pack_projection(weight_HK: Tensor) -> Tensor:
     """FP8 weights [H, K] (float8_e4m3fn) as bytes in the order that lanes read: tiles of 8 outputs; a warp's pairs of
-    groups; lane (g, q) has of both groups 8 bytes of row g, each four in the order 2, 0, 3, 1: what is unpacked first
-    lies in the upper bytes."""
+    groups; lane (g, q) has of both groups 8 bytes of row g, each four in `HALF_ORDER`."""
     hidden, inputs = weight_HK.shape
-    parts = weight_HK.view(torch.uint8).view(hidden // 8, 8, inputs // 64, 2, 4, 2, 4)[..., [2, 0, 3, 1]]
+    parts = weight_HK.view(torch.uint8).view(hidden // 8, 8, inputs // 64, 2, 4, 2, 4)[..., HALF_ORDER]
     return parts.permute(0, 2, 1, 4, 3, 5, 6).contiguous().flatten()
 
 
@@ -215,8 +215,6 @@ def reference(
     z_RRK: Sequence[Tensor], weights: Sequence[Tensor], residual: Residual, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The same in float32 from every rank's rows [R, K] and weights [H, K]; partial sums rounded to bfloat16."""
-    from lowlat_nvidia.deepseek_v4.experts_reference import quantise
-
     parts = [(quantise(z) @ weight.T).bfloat16().float() for z, weight in zip(z_RRK, weights, strict=True)]
     total = torch.stack(parts).sum(0)
     streams = residual.post_RN[..., None] * total[:, None]

@@ -14,7 +14,6 @@ constexpr int DIM = 512, ROTATED = 64, HEADS = 16, WINDOW = 128, CHOSEN = 512, K
 constexpr int LATENT = QUERY_LATENT + DIM;  // outputs of the first kernel
 constexpr int DOWN_SPLIT = 8, UP_SPLIT = 2, GROUP_SPLIT = 8;  // warps that share a tile of 16 outputs
 constexpr int GROUP_INPUTS = HEADS / GROUPS * DIM;
-constexpr float FP8_TO_HALF = 256.f;
 
 struct Chain {
   const u8* x;                // [rows][HIDDEN] bfloat16
@@ -44,12 +43,6 @@ struct Chain {
 
 // ---- products: 16 outputs a tile, weights whole in shared memory before the rows exist
 
-// Four e4m3 as two pairs of float16 of 2^-8 of their values: bytes 1 and 3 of `w`, then 0 and 2.
-DEV void fp8_to_half(u32 w, u32& a, u32& b) {
-  constexpr u32 SIGNS = 0x80008000u, REST = 0x3f803f80u;
-  a = (w & SIGNS) | ((w >> 1) & REST);
-  b = ((w << 8) & SIGNS) | ((w << 7) & REST);
-}
 template <int INPUTS, int SPLIT>
 struct Product {
   static constexpr int TILES = WARPS / SPLIT, EACH = INPUTS / GROUP / SPLIT;  // tiles of a block, groups of a warp

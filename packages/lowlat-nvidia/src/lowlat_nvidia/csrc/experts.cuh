@@ -40,11 +40,6 @@ struct Choice {
   float weights[MAX_ROWS][TOP];
 };
 
-DEV u32 order_key(float x) {  // larger floats give larger keys
-  const u32 bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // A warp a row: TOP best of score + bias, ties by the lowest number; weights from the scores without the bias.
 DEV void choose_row(const Params& p, Choice& c, int row, int lane) {
   constexpr int EACH = EXPERTS / 32;

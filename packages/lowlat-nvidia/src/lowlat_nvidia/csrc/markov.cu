@@ -5,7 +5,7 @@
 // 16 rows in shared memory, one tile a warp in registers; the others are read again, from L2. Blocks, and ranks of a
 // vocabulary split over GPUs, agree on each token through 64-bit words that carry value, index and the launch's tag:
 // the data is its own signal. Up to MAX_REQUESTS requests are the columns of the matrix instructions.
-#include "ptx.cuh"
+#include "system.cuh"
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS, ROWS = 16;  // rows of a tile
 constexpr int K_PAIRS = RANK / 32;                          // pairs of matrix instructions along the rank
@@ -40,20 +40,6 @@ struct Shared {
   u64 barriers[RESIDENT > 0 ? RESIDENT : 1];
 };
 
-DEV u64 load_system(const u64* p) {
-  u64 v;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-DEV void store_system(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-DEV u32 load_system_word(const u32* p) {
-  u32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-DEV void store_system_word(u32* p, u32 v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 // Head rows that are read in every step stay in L2 if they can; what goes to the chip need not.
 DEV uint4 load_kept(const uint4* p, u64 policy) {
   uint4 v;
@@ -84,13 +70,6 @@ DEV float gumbel(u64 stream, int token) {
   const float u = ((float)(u32)(bits >> 41) + 0.5f) * (1.f / 8388608.f);
   return -logf(-logf(u));
 }
-// Larger floats give larger keys; NaN gives the smallest.
-DEV u32 order_key(float x) {
-  const u32 bits = __float_as_uint(x);
-  if (x != x) return 0;
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 DEV void prefetch_base(const Params& p, int first_row, int rows) {
   const int lines = rows / 32 + 1;
   for (int i = threadIdx.x; i < p.requests * p.steps * lines; i += THREADS) {
@@ -128,12 +107,9 @@ DEV void multiply(Shared& s, int lane, int tile, const uint4 (&b)[K_PAIRS], Load
   keep_logits(s, lane, tile, even, odd);
 }
 
-// Ends the launch on all ranks. The first reason stays.
+// Ends the launch on all ranks.
 DEV void give_up(const Params& p, Shared& s, int stage) {
-  atomicCAS(p.errors[p.rank], 0u, 1u + blockIdx.x * 16 + stage);
-  const u32 told = load_system_word(p.errors[p.rank]) | 0x80000000u;
-  for (int r = 0; r < p.ranks; r++)
-    if (r != p.rank && !load_system_word(p.errors[r])) store_system_word(p.errors[r], told);
+  tell_error(p.errors, p.rank, p.ranks, 1u + blockIdx.x * 16 + stage, 0x80000000u);
   s.failed = 1;
 }
 
@@ -151,7 +127,8 @@ DEV void publish_best(const Params& p, Shared& s, int step, int first_row, int r
       if (p.logits) p.logits[((long long)request * p.steps + step) * p.local_vocabulary + first_row + n] = x;
       const int token = p.first_token + first_row + n;
       if (temperature > 0.f) x = __fadd_rn(__fdiv_rn(x, temperature), gumbel(stream, token));
-      const u64 word = ((u64)order_key(x) << 32) | ((u64)((1u << INDEX_BITS) - 1 - token) << TAG_BITS);
+      // NaN gives the smallest key.
+      const u64 word = ((u64)(x != x ? 0 : order_key(x)) << 32) | ((u64)((1u << INDEX_BITS) - 1 - token) << TAG_BITS);
       best = word > best ? word : best;
     }
 #pragma unroll

@@ -5,6 +5,7 @@
 // a value as soon as its tag matches, so there are no flags and no separate sending. Two halves of the inbox alternate:
 // a rank that is a step ahead cannot overwrite what another has not read, because it needs that one's words to go on.
 #include "quantised.cuh"
+#include "system.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int PROJECT_PAIRS = INPUTS / (64 * WARPS);  // pairs of groups of a warp
@@ -35,20 +36,6 @@ struct Output {
   u32 spin_limit;
 };
 
-DEV void store_system(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-DEV u64 load_system(const u64* p) {
-  u64 v;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-DEV u32 load_system_word(const u32* p) {
-  u32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-DEV void store_system_word(u32* p, u32 v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 DEV long long inbox_place(const Output& p, u32 epoch, int rank, int row, int pair) {
   return (((long long)(epoch % 2) * p.ranks + rank) * MAX_ROWS + row) * (HIDDEN / 2) + pair;
 }
@@ -57,21 +44,9 @@ DEV void publish_pair(const Output& p, u32 epoch, int row, int pair, float low, 
   const long long place = inbox_place(p, epoch, p.rank, row, pair);
   for (int r = 0; r < p.ranks; r++) store_system(p.inboxes[(p.rank + r) % p.ranks] + place, word);
 }
-// Ends the launch on all ranks. The first reason stays.
-DEV void give_up(const Output& p, int stage) {
-  atomicCAS(p.errors[p.rank], 0u, 1u + p.rank * 16 + stage);
-  const u32 told = load_system_word(p.errors[p.rank]);
-  for (int r = 0; r < p.ranks; r++)
-    if (r != p.rank && !load_system_word(p.errors[r])) store_system_word(p.errors[r], told);
-}
+// Ends the launch on all ranks.
+DEV void give_up(const Output& p, int stage) { tell_error(p.errors, p.rank, p.ranks, 1u + p.rank * 16 + stage, 0); }
 
-// Four e4m3 as two pairs of float16 of 2^-8 of their values: the bytes 1 and 3 of `w`, then 0 and 2.
-constexpr float FP8_TO_HALF = 256.f;
-DEV void fp8_to_half(u32 w, u32& a, u32& b) {
-  constexpr u32 SIGNS = 0x80008000u, REST = 0x3f803f80u;
-  a = (w & SIGNS) | ((w >> 1) & REST);
-  b = ((w << 8) & SIGNS) | ((w << 7) & REST);
-}
 DEV void add_group(float (&sum)[2], u32 w0, u32 w1, float scale, uint4 x) {
   u32 a0, a1, a2, a3;
   fp8_to_half(w0, a0, a1);

@@ -21,6 +21,11 @@ DEV u32 bf_pair(float low, float high) {
 }
 DEV float bf_round(float x) { return bf_low(bf_pair(x, 0.f)); }
 
+DEV u32 order_key(float x) {  // larger floats give larger keys; not for NaN
+  const u32 bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 // Read-only data: weights of norms, rotary tables, the embedding.
 DEV uint4 load_constant(const void* p) {
   uint4 v;

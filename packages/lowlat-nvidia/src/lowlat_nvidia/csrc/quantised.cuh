@@ -16,6 +16,14 @@ DEV void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Four e4m3 as two pairs of float16 of 2^-8 of their values: the bytes 1 and 3 of `w`, then 0 and 2 (formats.py packs so).
+constexpr float FP8_TO_HALF = 256.f;
+DEV void fp8_to_half(u32 w, u32& a, u32& b) {
+  constexpr u32 SIGNS = 0x80008000u, REST = 0x3f803f80u;
+  a = (w & SIGNS) | ((w >> 1) & REST);
+  b = ((w << 8) & SIGNS) | ((w << 7) & REST);
+}
+
 // The scale of a group by its largest magnitude: the power of two (its exponent field, biased by 127) that makes the group
 // fit e4m3, 2^ceil(log2(largest / 448)), the largest being at least 1e-10.
 DEV u32 group_power(float largest) {

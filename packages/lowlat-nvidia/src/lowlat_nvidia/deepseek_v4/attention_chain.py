@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowlat_nvidia.formats import HALF_ORDER
 from lowlat_nvidia.jit import Function, compile_cubin
 
 MAX_ROWS, GROUP, DIM, HEADS, WINDOW, CHOSEN, PAIRS = 8, 32, 512, 16, 128, 512, 32
@@ -127,9 +128,9 @@ class ChainInputs:
 
 def pack_product(weight_OK: Tensor) -> Tensor:
     """FP8 weights as bytes in the order that lanes read: tiles of 16 outputs, groups of 32 inputs, lane (g, q) having 8
-    bytes of row g and 8 of row g + 8, each four in the order 2, 0, 3, 1."""
+    bytes of row g and 8 of row g + 8, each four in `HALF_ORDER`."""
     outputs, inputs = weight_OK.shape
-    parts = weight_OK.contiguous().view(torch.uint8).view(outputs // 16, 2, 8, inputs // 32, 4, 2, 4)[..., [2, 0, 3, 1]]
+    parts = weight_OK.contiguous().view(torch.uint8).view(outputs // 16, 2, 8, inputs // 32, 4, 2, 4)[..., HALF_ORDER]
     return parts.permute(0, 3, 2, 4, 1, 5, 6).contiguous().flatten()
 
 

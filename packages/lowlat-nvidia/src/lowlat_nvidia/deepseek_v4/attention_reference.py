@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowlat_nvidia.deepseek_v4.attention_chain import CHOSEN, DIM, HEADS, WINDOW, ChainInputs, ChainPlan, ChainWeights
-from lowlat_nvidia.deepseek_v4.experts_reference import FP4_VALUES, quantise
+from lowlat_nvidia.formats import fp4_values, quantise
 
 
 def random_weights(plan: ChainPlan, device: str) -> ChainWeights:
@@ -91,9 +91,7 @@ def _chosen_entry(inputs: ChainInputs, entry: int) -> Tensor:
     packed = row[place * 256 : (place + 1) * 256]
     begin = inputs.chosen_page_entries * 256 + place * 32
     scale = row[begin : begin + 32].view(torch.float8_e4m3fn).float()
-    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=row.device)
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten()
-    return table[codes.long()] * scale.repeat_interleave(16)
+    return fp4_values(packed) * scale.repeat_interleave(16)
 
 
 def attention_region(

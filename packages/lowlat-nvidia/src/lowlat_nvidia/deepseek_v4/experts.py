@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, TEAM, THREADS, ExpertsPlan
 from lowlat_nvidia.deepseek_v4.experts_reference import ExpertWeights
+from lowlat_nvidia.formats import fp4_codes
 from lowlat_nvidia.jit import Function, compile_cubin
 
 DEFAULT_SPIN_LIMIT = 4_000_000
@@ -36,10 +37,6 @@ class _Params(ctypes.Structure):
         ("spin_limit", ctypes.c_uint),
         ("zero", ctypes.c_uint),
     )  # fmt: skip
-
-
-def _codes(packed: Tensor) -> Tensor:
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 # Bits of a code (sign, exponent and mantissa) in the 16 bits that hold the codes of four inputs, for pairs 0 to 3.
@@ -74,7 +71,7 @@ def _pack(codes: Tensor, scales: Tensor, warps: int, pairs: int, chunk: int) -> 
 
 def pack_first(plan: ExpertsPlan, weights: ExpertWeights, number: int) -> Tensor:
     """Gate and up of one expert: tiles of 8 gates and the 8 ups that belong to them."""
-    both = torch.stack((_codes(weights.w1[number]), _codes(weights.w3[number])))
+    both = torch.stack((fp4_codes(weights.w1[number]), fp4_codes(weights.w3[number])))
     scales = torch.stack((weights.w1_scale[number], weights.w3_scale[number]))
     tiled = both.view(2, plan.inner // 8, 8, plan.hidden).transpose(0, 1).contiguous()
     tiled_scales = scales.view(2, plan.inner // 8, 8, plan.hidden // GROUP).transpose(0, 1).contiguous()
@@ -83,7 +80,7 @@ def pack_first(plan: ExpertsPlan, weights: ExpertWeights, number: int) -> Tensor
 
 def pack_second(plan: ExpertsPlan, weights: ExpertWeights, number: int) -> Tensor:
     """Down of one expert."""
-    tiled = _codes(weights.w2[number]).view(plan.hidden // 16, 2, 8, plan.inner)
+    tiled = fp4_codes(weights.w2[number]).view(plan.hidden // 16, 2, 8, plan.inner)
     scales = weights.w2_scale[number].view(plan.hidden // 16, 2, 8, plan.inner // GROUP)
     return _pack(tiled, scales, 1, plan.second_pairs, plan.definitions()["SECOND_CHUNK"])
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""e2m1: magnitudes of the codes 0 to 7; bit 3 is the sign."""
+from lowlat_nvidia.formats import fp4_values, quantise
 
 
 @dataclass(slots=True)
@@ -42,19 +41,7 @@ def random_experts(experts: int, hidden: int, inner: int, device: str) -> Expert
 
 def dequantise(packed_OK: Tensor, scale: Tensor) -> Tensor:
     """Float32 weights [O, K] of one expert."""
-    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=packed_OK.device)
-    codes = torch.stack((packed_OK & 15, packed_OK >> 4), -1).flatten(-2)
-    return table[codes.long()] * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
-
-
-def quantise(x_RK: Tensor) -> Tensor:
-    """Values after FP8 quantisation in groups of 32 inputs with power-of-two scales, as float32."""
-    groups = x_RK.float().view(*x_RK.shape[:-1], -1, 32)
-    largest = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448.0
-    mantissa, exponent = torch.frexp(largest)
-    scale = torch.exp2((exponent - (mantissa == 0.5).int()).float())
-    fp8 = (groups / scale).to(torch.float8_e4m3fn).float()
-    return (fp8 * scale).view(x_RK.shape)
+    return fp4_values(packed_OK) * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
 
 
 def choose(logits_RE: Tensor, bias_E: Tensor, top: int, scaling: float) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ class TorchStep:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def capture(step: Callable[[], torch.Tensor]) -> Any:
+def capture(step: Callable[[], object]) -> Any:
     """A CUDA graph of `step`, warmed up on a side stream first."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

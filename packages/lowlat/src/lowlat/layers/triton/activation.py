@@ -17,20 +17,26 @@ KINDS = {"silu": 0, "gelu_pytorch_tanh": 1}
 
 
 @triton.jit
+def activate(x, KIND: tl.constexpr):
+    """An activation of float32 values; `KIND` is one of `KINDS`."""
+    if KIND == 0:
+        active = x / (1.0 + tl.exp(-x))
+    else:
+        # gelu's tanh form, with tanh(z) = 1 - 2 / (exp(2z) + 1).
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        active = x * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
+    return active
+
+
+@triton.jit
 def gate_kernel(packed_ptr, out_ptr, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width
     gate = tl.load(packed_ptr + row * 2 * width + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(packed_ptr + row * 2 * width + width + place, mask=inside, other=0.0)
-    if KIND == 0:
-        active = gate / (1.0 + tl.exp(-gate))
-    else:
-        # gelu's tanh form, with tanh(z) = 1 - 2 / (exp(2z) + 1).
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        active = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
     # Rounded before the product, as it is when the activation stands alone.
-    rounded = active.to(up.dtype).to(tl.float32)
+    rounded = activate(gate, KIND).to(up.dtype).to(tl.float32)
     tl.store(out_ptr + row * width + place, (rounded * up.to(tl.float32)).to(up.dtype), mask=inside)
 
 

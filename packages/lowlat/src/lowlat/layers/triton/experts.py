@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from lowlat.layers.triton import early
+from lowlat.layers.triton.activation import activate
 from lowlat.layers.triton.product import ProductShape
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
@@ -86,11 +87,8 @@ def expert_gate_kernel(
     x_k = tl.load(x_ptr + choice // CHOSEN * WIDTH + place_k, mask=place_k < WIDTH, other=0.0)
     gate_n = _expert_sums(weight_ptr, bias_ptr, x_k, place_n, place_k, outputs, 0, WIDTH, BIAS)
     up_n = _expert_sums(weight_ptr, bias_ptr, x_k, place_n, place_k, outputs, outputs, WIDTH, BIAS)
-    if KIND == 0:
-        result_n = gate_n / (1.0 + tl.exp(-gate_n)) * up_n
-    elif KIND == 1:
-        inner_n = 0.7978845608028654 * (gate_n + 0.044715 * gate_n * gate_n * gate_n)
-        result_n = gate_n * (1.0 - 1.0 / (tl.exp(2.0 * inner_n) + 1.0)) * up_n
+    if KIND < 2:
+        result_n = activate(gate_n, KIND) * up_n
     else:
         gate_n = tl.minimum(gate_n, LIMIT)
         up_n = tl.minimum(tl.maximum(up_n, -LIMIT), LIMIT)

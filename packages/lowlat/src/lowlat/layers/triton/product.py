@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lowlat.layers.triton import early
-from lowlat.layers.triton.activation import KINDS
+from lowlat.layers.triton.activation import KINDS, activate
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
@@ -88,12 +88,7 @@ def product_kernel(
             up_n = tl.sum(up_weight.to(tl.float32) * wide_k[None, :], axis=1) * scale
             if BIAS:
                 up_n += up_bias_n
-            if GATE == 0:
-                active_n = result_n / (1.0 + tl.exp(-result_n))
-            else:
-                inner_n = 0.7978845608028654 * (result_n + 0.044715 * result_n * result_n * result_n)
-                active_n = result_n * (1.0 - 1.0 / (tl.exp(2.0 * inner_n) + 1.0))
-            result_n = active_n * up_n
+            result_n = activate(result_n, GATE) * up_n
         rounded_n = result_n.to(weight.dtype)
         out_n = out_ptr + row * outputs + place_n
         tl.store(out_n, rounded_n.to(out_ptr.dtype.element_ty), mask=inside_n & (row < rows))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lowlat.layers.triton import early
-from lowlat.layers.triton.activation import KINDS
+from lowlat.layers.triton.activation import KINDS, activate
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
@@ -78,12 +78,7 @@ def row_product_kernel(
             up_rn *= scale_r[:, None]
         if BIAS:
             up_rn += tl.load(bias_ptr + outputs + place_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
-        if GATE == 0:
-            active_rn = result_rn / (1.0 + tl.exp(-result_rn))
-        else:
-            inner_rn = 0.7978845608028654 * (result_rn + 0.044715 * result_rn * result_rn * result_rn)
-            active_rn = result_rn * (1.0 - 1.0 / (tl.exp(2.0 * inner_rn) + 1.0))
-        result_rn = active_rn * up_rn
+        result_rn = activate(result_rn, GATE) * up_rn
     rounded_rn = result_rn.to(weight.dtype)
     tile_rn = inside_r[:, None] & inside_n[None, :]
     out_rn = out_ptr + place_r[:, None] * outputs + place_n[None, :]
