@@ -9,6 +9,10 @@ import urllib.request
 import pytest
 import torch
 
+# Tiny random models and drafts are those of the models' and of guessing's tests.
+for folder in ("models", "speculative"):
+    sys.path.append(str(pathlib.Path(__file__).parents[1] / folder))
+
 SERVER = pathlib.Path(__file__).with_name("scripted_server.py")
 
 

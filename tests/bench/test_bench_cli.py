@@ -12,6 +12,7 @@ from lowlat.bench.load.traces import TraceError
 
 COMMANDS = ("step", "ab", "regions", "serve", "replay", "compare", "gate", "report", "make-model")
 RUN = CliRunner()
+CONFIGS = pathlib.Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
 def lowlat(*arguments, code=0):
@@ -170,6 +171,22 @@ def test_a_made_model_opens_and_every_id_has_text(tmp_path):
     tokenizer = json.loads((place / "tokenizer.json").read_text())
     ids = {*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])}
     assert ids >= set(range(vocab))
+
+
+def test_a_made_model_of_experts_is_measured_beside_another(tmp_path):
+    config = json.loads((CONFIGS / "qwen3-30b-a3b" / "config.json").read_text())
+    small = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | small | {"vocab_size": 49280}))
+    made, folder = tmp_path / "made", tmp_path / "results"
+    lowlat("make-model", tmp_path, made, "--layers", 2, "--dtype", "float32")
+    got = lowlat(
+        "step", "--model", f"tiny,{made}", "--arms", "general,torch-eager-graph", "--context", 16, "--rounds", 1,
+        "--threads", 1, "--ceiling-gb", 0.05, "--save", "--results", folder,
+    )  # fmt: skip
+    assert "torch-eager-graph of made was left out: only lowlat's own runner computes made" in got.stderr
+    (path,) = folder.glob("*.json")
+    found = {(row["workload"], row["arm"]) for row in json.loads(path.read_text())["rows"]}
+    assert found == {("tiny", "general"), ("tiny", "torch-eager-graph"), ("made", "general")}
 
 
 def test_regions_writes_trace_and_picture(tmp_path, monkeypatch):

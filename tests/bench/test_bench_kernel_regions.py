@@ -1,9 +1,12 @@
 """Regions of captured steps: which kernel is whose, and how records become times. CUPTI itself needs a GPU."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
+from family_kit import save_random
+from spec_kit import VOCABULARY, random_draft, save_target
 
 from lowlat.bench import kernel_regions, region_arms, regions
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, build_arm
@@ -16,7 +19,7 @@ from lowlat.bench.kernel_regions import (
     split_steps,
     with_parts,
 )
-from lowlat.bench.presets import PRESETS
+from lowlat.bench.presets import PRESETS, FolderShape, any_shape
 from lowlat.bench.region_recorder import RegionRecorder, Span
 from lowlat.engine import build
 from lowlat.platform.cpu import CpuPlatform
@@ -173,6 +176,53 @@ def test_the_parts_of_a_device_step_are_marked_and_left_as_they_were(monkeypatch
         recorder.end_step()
         assert [span.name for span in recorder.spans()] == ["other"]
     assert lengths[:2].tolist() == [34, 34]
+
+
+def counts_of_a_device_step(monkeypatch, case):
+    """Instances of regions of the operations that a captured step holds, by region and depth."""
+    monkeypatch.setattr(build, "select", lambda *_: KeepingPlatform())
+    arm = build_arm("general", case)
+    arm.rewind()
+    arm.decode()
+    before = arm.runner._state.lengths_T[0].item()
+    replayed, body = arm.runner.captured_step([0])
+    with torch.inference_mode():
+        replayed()
+        assert arm.runner._state.lengths_T[0].item() == before + 1, "one token a step"
+        recorder = RegionRecorder()
+        region_arms.mark_device_step(recorder, arm.runner)
+        recorder.begin_step()
+        body()
+        recorder.end_step()
+        recorder.unwrap()
+    arm.close()
+    return Counter((span.name, span.depth) for span in recorder.spans())
+
+
+@pytest.mark.parametrize("spec", ["dspark", "ngram"])
+def test_a_drafts_proposals_are_one_region_of_a_step_that_checks_them(spec, tmp_path, monkeypatch):
+    target = save_target(tmp_path / "target")
+    draft = str(random_draft(tmp_path / "draft", spec)) if spec == "dspark" else None
+    case = StepCase(
+        shape=FolderShape("target", VOCABULARY, 160), context=30, dtype="float32", steps=8, model=str(target),
+        spec=spec, draft=draft,
+    )  # fmt: skip
+    counts = counts_of_a_device_step(monkeypatch, case)
+    assert counts["layer", 1] == counts["attention", 2] == counts["mlp", 2] == 4
+    assert counts["head", 1] == counts["sample", 1] == counts["acceptance", 1] == counts["states", 1] == 1
+    # a trained draft guesses once, and keeps keys and values of the rows that were computed
+    assert counts["proposals", 1] == (2 if spec == "dspark" else 1)
+    assert "product" not in {name for name, _ in counts}, "a draft's own operations are not told apart"
+
+
+def test_experts_are_a_region_of_a_device_step(tmp_path, monkeypatch):
+    save_random(tmp_path, "Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+    config = json.loads((tmp_path / "config.json").read_text())
+    case = StepCase(shape=any_shape(str(tmp_path)), context=30, dtype="float32", steps=8, model=str(tmp_path))
+    assert case.shape.vocab == config["vocab_size"]
+    counts = counts_of_a_device_step(monkeypatch, case)
+    layers = config["num_hidden_layers"]
+    assert counts["layer", 1] == counts["mlp", 2] == counts["router", 3] == counts["experts", 3] == layers
 
 
 def test_a_captured_step_is_measured_in_batches(monkeypatch):

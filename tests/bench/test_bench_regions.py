@@ -82,7 +82,7 @@ def test_regions_of_a_real_step(name, tmp_path):
 def test_regions_of_a_deepseek_with_its_draft():
     with random_v41.make_v41("deepseek-v41-tiny", None, 0, draft=True) as folder:
         shape = random_v41.v41_shape("deepseek-v41-tiny", None)
-        case = StepCase(shape=shape, context=20, dtype="float32", steps=8, model=folder, draft=True)
+        case = StepCase(shape=shape, context=20, dtype="float32", steps=8, model=folder, spec="draft")
         arm = build_region_arm("general", case)
     assert "5 tokens of the model's draft checked in each step, one counted as right" in arm.note
     times = regions.measure_regions("general", arm, 2)

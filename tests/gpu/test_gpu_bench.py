@@ -7,11 +7,13 @@ from itertools import pairwise
 import msgspec
 import pytest
 import torch
+from family_kit import save_random
+from spec_kit import VOCABULARY, random_draft, save_target
 
 from lowlat.bench import regions
 from lowlat.bench.arms.base import StepCase
 from lowlat.bench.ceiling import measure_ceiling
-from lowlat.bench.presets import PRESETS, DenseShape
+from lowlat.bench.presets import PRESETS, DenseShape, FolderShape, any_shape
 from lowlat.bench.region_arms import build_region_arm
 from lowlat.bench.results import problems
 from lowlat.bench.step import StepOptions, run_step
@@ -64,6 +66,54 @@ def test_regions_of_a_captured_step(name, shape):
         assert (step.name, step.start_us, step.depth) == ("other", 0.0, 0)
         assert sum(span.own_us for span in spans) == pytest.approx(step.end_us)
     assert 0 <= arm.details["tracing_us_per_kernel"] < 5
+
+
+def measured_counts(case: StepCase) -> dict[str, float]:
+    """Instances of each region in a step of the general path."""
+    arm = build_region_arm("general", case)
+    times = regions.measure_regions("general", arm, 65)
+    arm.close()
+    for spans in times.steps:
+        assert sum(span.own_us for span in spans) == pytest.approx(spans[-1].end_us)
+    return {region: len(spans) / 65 for region, spans in times.instances().items()}
+
+
+@pytest.mark.parametrize("spec", ["dspark", "ngram"])
+def test_regions_of_a_step_that_checks_guesses(spec, tmp_path):
+    target = save_target(tmp_path / "target")
+    draft = str(random_draft(tmp_path / "draft", spec)) if spec == "dspark" else None
+    case = StepCase(
+        shape=FolderShape("target", VOCABULARY, 160), context=40, dtype="bfloat16", device="cuda", model=str(target),
+        spec=spec, draft=draft,
+    )  # fmt: skip
+    counts = measured_counts(case)
+    expected = {"layer": 4, "attention": 4, "mlp": 4, "head": 1, "acceptance": 1, "other": 1}
+    assert expected.items() <= counts.items()
+    assert counts["proposals"] == (2 if spec == "dspark" else 1)
+
+
+def test_regions_of_experts(tmp_path):
+    save_random(
+        tmp_path, "Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, hidden_size=128,
+        intermediate_size=128, head_dim=32,
+    )  # fmt: skip
+    case = StepCase(
+        shape=any_shape(str(tmp_path)), context=40, dtype="bfloat16", device="cuda", model=str(tmp_path)
+    )  # fmt: skip
+    counts = measured_counts(case)
+    assert {"layer": 3, "attention": 3, "router": 3, "experts": 3, "head": 1, "other": 1}.items() <= counts.items()
+
+
+def test_a_step_of_several_models(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOWLAT_COMMIT", "0123456789")
+    (tmp_path / "config.json").write_text(msgspec.json.encode(QWEN.config()).decode())
+    options = StepOptions(
+        model=f"tiny,{tmp_path},deepseek-v41", arms=("general", "read-floor"), contexts=(100,), rounds=1, steps=2,
+        device="cuda", dtype="bfloat16", ceiling_gb=0.5,
+    )  # fmt: skip
+    outcome = run_step(options, command="test")
+    assert len(outcome.result.rows) == 5
+    assert list(outcome.unavailable) == ["general of deepseek-v41"]
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

@@ -89,6 +89,10 @@ V41_NAMES = (DEEPSEEK_V41, f"{DEEPSEEK_V41}-tiny")
 MODEL_NAMES = (*PRESETS, *V41_NAMES)
 
 
+DENSE_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+"""Their step is also written out here, for other arms than lowlat's."""
+
+
 class FolderShape(msgspec.Struct, frozen=True):
     """What an arm must know of a model that only lowlat's runner computes, from a checkpoint's folder."""
 
@@ -97,10 +101,14 @@ class FolderShape(msgspec.Struct, frozen=True):
     max_context: int
 
 
+def _architecture(config: dict[str, Any]) -> str:
+    return str((config.get("architectures") or ["?"])[0])
+
+
 def shape_from_config(config: dict[str, Any], name: str) -> DenseShape:
     """The shape that a config.json describes. Raises ValueError naming the missing field or the architecture."""
-    architecture = (config.get("architectures") or ["?"])[0]
-    if architecture not in ("LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"):
+    architecture = _architecture(config)
+    if architecture not in DENSE_ARCHITECTURES:
         raise ValueError(f"{name}: no step is built here for architecture {architecture}")
     try:
         heads = config["num_attention_heads"]
@@ -124,6 +132,40 @@ def shape_from_config(config: dict[str, Any], name: str) -> DenseShape:
         raise ValueError(f"{name}: config.json lacks {error}") from error
 
 
+def folder_name(folder: str) -> str:
+    """What results call the model of a folder."""
+    return os.path.basename(os.path.abspath(folder))
+
+
+def folder_config(folder: str) -> dict[str, Any]:
+    """The config.json of a folder. Raises ValueError naming the presets where there is none."""
+    place = pathlib.Path(folder) / "config.json"
+    if not place.is_file():
+        known = ", ".join(MODEL_NAMES)
+        raise ValueError(f"{folder!r} is neither a preset ({known}) nor a folder with a config.json")
+    try:
+        config: dict[str, Any] = json.loads(place.read_text())
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return config
+
+
+def any_shape(model: str, layers: int | None = None) -> DenseShape | FolderShape:
+    """As `find_shape`; of a folder of another family what lowlat's runner needs. Raises ValueError for its `layers`."""
+    if model in PRESETS or model in V41_NAMES:
+        return find_shape(model, layers)
+    config = folder_config(model)
+    if _architecture(config) in DENSE_ARCHITECTURES:
+        return find_shape(model, layers)
+    if layers is not None:
+        raise ValueError(f"{model}: --layers is for dense models; lowlat bench make-model writes one of fewer layers")
+    text = config.get("text_config") or config
+    try:
+        return FolderShape(folder_name(model), text["vocab_size"], text["max_position_embeddings"])
+    except KeyError as error:
+        raise ValueError(f"{model}: config.json lacks {error}") from error
+
+
 def find_shape(model: str, layers: int | None = None) -> DenseShape:
     """The shape of a preset by name or of a folder with a config.json; `layers` keeps only that many.
 
@@ -131,18 +173,7 @@ def find_shape(model: str, layers: int | None = None) -> DenseShape:
     """
     if model in V41_NAMES:
         raise ValueError(f"{model} is no dense model")
-    if model in PRESETS:
-        shape = PRESETS[model]
-    else:
-        place = pathlib.Path(model) / "config.json"
-        if not place.is_file():
-            known = ", ".join(MODEL_NAMES)
-            raise ValueError(f"{model!r} is neither a preset ({known}) nor a folder with a config.json")
-        try:
-            config = json.loads(place.read_text())
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        shape = shape_from_config(config, os.path.basename(os.path.abspath(model)))
+    shape = PRESETS[model] if model in PRESETS else shape_from_config(folder_config(model), folder_name(model))
     if layers is not None:
         if not 1 <= layers <= shape.layers:
             raise ValueError(f"{shape.name} has {shape.layers} layers, not {layers}")

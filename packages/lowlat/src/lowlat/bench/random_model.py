@@ -97,8 +97,52 @@ def make_folder(
     flush()
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _copy_tokenizer(tokenizer, folder, filled)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _copy_tokenizer(tokenizer: pathlib.Path, folder: pathlib.Path, filled: dict[str, Any]) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(filled), encoding="utf-8")
     for file in _COPIED:
         if (tokenizer / file).is_file():
             shutil.copy(tokenizer / file, folder / file)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def make_family_folder(
+    source: pathlib.Path,
+    folder: pathlib.Path,
+    tokenizer: pathlib.Path,
+    *,
+    layers: int | None = None,
+    dtype: str = "bfloat16",
+    max_context: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> None:
+    """The same for the config.json in `source` of a family that is no dense decoder: transformers draws the weights.
+
+    Raises ValueError where the tokenizer has more tokens than the model or `layers` is more than the model has, and
+    FileExistsError where `folder` is not empty.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: name a new folder")
+    changes = {} if max_context is None else {"max_position_embeddings": max_context}
+    config = AutoConfig.from_pretrained(source, **changes)
+    if layers is not None:
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise ValueError(f"{source} has {config.num_hidden_layers} layers, not {layers}")
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    words = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+    if config.vocab_size < tokenizer_size(words):
+        raise ValueError(f"{source} has {config.vocab_size} tokens, the tokenizer {tokenizer_size(words)}")
+    torch.manual_seed(seed)
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device(device):
+        model = make(config, dtype=getattr(torch, dtype))
+    model.cpu().save_pretrained(folder, max_shard_size="4GB")
+    _copy_tokenizer(tokenizer, folder, filled_tokenizer(words, config.vocab_size))

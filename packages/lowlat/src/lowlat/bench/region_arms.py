@@ -10,9 +10,10 @@ import msgspec
 import torch
 
 from lowlat.bench.arms.base import ArmUnavailableError, StepCase, kernel_library
-from lowlat.bench.presets import DenseShape
 from lowlat.bench.region_recorder import Marks, RegionRecorder, Span
 from lowlat.bench.regions import RegionArm
+from lowlat.layers.moe import MixtureOfExperts
+from lowlat.models.decoder import Decoder
 from lowlat_plugin import Part, StepInputs
 
 LAYER_PARTS = {"qkv": "qkv", "output": "attention output"}
@@ -20,7 +21,8 @@ MLP_PARTS = {"gate_up": "gate and up", "down": "down"}
 """Projections of a layer of lowlat's decoders and of its MLP, and what their regions are called."""
 OPERATIONS = {
     "attend": "attention", "rope_write": "rotation and cache write", "norm": "norm", "add_norm": "norm",
-    "gate": "activation", "take_slots": "states", "put_tokens": "states",
+    "gate": "activation", "take_slots": "states", "put_tokens": "states", "begin_rows": "states",
+    "accept": "acceptance", "experts": "experts",
 }  # fmt: skip
 """What lies between the projections where state is on the device."""
 
@@ -110,7 +112,7 @@ class ClockedRunnerArm:
             self._recorder.wrap(runner.speculation, "guess", "proposals")
         if self._kernels is not None:
             self._recorder.wrap(self._arm.low, "forward", KERNELS)
-        elif isinstance(self._case.shape, DenseShape):
+        elif isinstance(runner.model, Decoder):
             mark_decoder(self._recorder, runner.model)
         else:
             mark_deepseek(self._recorder, runner.model.model)
@@ -161,7 +163,7 @@ def mark_decoder(marks: Marks, model: Any) -> None:
         marks.wrap(layer, "forward", "layer")
         for owner, attribute, name in _projections(layer):
             marks.wrap(owner, attribute, name)
-        marks.wrap(layer, "mlp", "mlp")
+        marks.wrap(layer, "mlp", "experts" if isinstance(layer.mlp, MixtureOfExperts) else "mlp")
     marks.wrap(model, "head", "head")
     if hasattr(family, "paged_attention"):
         marks.wrap(family, "paged_attention", "attention")
@@ -185,6 +187,8 @@ def mark_device_step(marks: Marks, runner: Any) -> None:
     model = runner.model
     decoder = model.decoder
     marks.wrap(runner, "_choose", "sample")
+    if runner.verifier is not None:
+        mark_checks(marks, runner.verifier)
     marks.wrap(model, "_layer", "layer")
     marks.wrap(model, "_mlp", "mlp")
     for attribute, name in OPERATIONS.items():
@@ -193,6 +197,8 @@ def mark_device_step(marks: Marks, runner: Any) -> None:
     names = {id(decoder.head): "head"}
     for layer in decoder.layers:
         names |= {id(getattr(owner, attribute)): name for owner, attribute, name in _projections(layer)}
+        if isinstance(layer.mlp, MixtureOfExperts):
+            marks.wrap(layer.mlp, "router", "router")
 
     def weights_region(*arguments: Any, **keywords: Any) -> str:
         given = (id(argument) for argument in (*arguments, *keywords.values()))
@@ -200,6 +206,17 @@ def mark_device_step(marks: Marks, runner: Any) -> None:
 
     for attribute in ("product", "add_norm_product"):
         marks.wrap(model.ops, attribute, weights_region)
+
+
+def mark_checks(marks: Marks, verifier: Any) -> None:
+    """Mark what a device's step does to check guesses; `proposals` is all that a draft computes."""
+    import lowlat.engine.device_verify as verify_module
+
+    marks.wrap(verify_module, "choose", "sample")
+    marks.wrap(verifier, "_guesses", "proposals", whole=True)
+    draft = verifier.speculation.draft
+    if hasattr(draft, "extend"):  # keys and values of its own for the rows that the model computes
+        marks.wrap(draft, "extend", "proposals", whole=True)
 
 
 class GraphArm:

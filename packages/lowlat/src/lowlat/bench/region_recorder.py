@@ -35,29 +35,33 @@ class Marks:
         self._undo: list[Callable[[], None]] = []
         self._wrapped: list[str] = []
         """Regions of calls under way, innermost last."""
+        self._whole = 0
+        """Of these, those whose calls are not told apart."""
 
     def region(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Mark what runs inside as region `name`; regions nest."""
         raise NotImplementedError
 
-    def wrap(self, owner: Any, attribute: str, name: str | Callable[..., str]) -> None:
+    def wrap(self, owner: Any, attribute: str, name: str | Callable[..., str], *, whole: bool = False) -> None:
         """Mark every call of `owner.attribute` as a region, until `unwrap`. The callable itself is left as it is.
 
         `name`: the region's, or what makes it of the call's arguments. Directly inside a region of the same name a call
-        is part of that.
+        is part of that. `whole`: so is every call inside this one.
         """
         original = getattr(owner, attribute)
 
         def marked(*arguments: Any, **keywords: Any) -> Any:
             region = name if isinstance(name, str) else name(*arguments, **keywords)
-            if self._wrapped and self._wrapped[-1] == region:
+            if self._whole or (self._wrapped and self._wrapped[-1] == region):
                 return original(*arguments, **keywords)
             self._wrapped.append(region)
+            self._whole += whole
             try:
                 with self.region(region):
                     return original(*arguments, **keywords)
             finally:
                 self._wrapped.pop()
+                self._whole -= whole
 
         setattr(owner, attribute, marked)
         self._undo.append(lambda: setattr(owner, attribute, original))

@@ -12,7 +12,7 @@ import msgspec
 
 from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
-from lowlat.bench.presets import DEEPSEEK_V41, V41_NAMES, DenseShape, FolderShape, find_shape
+from lowlat.bench.presets import DEEPSEEK_V41, V41_NAMES, DenseShape, FolderShape, any_shape
 from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, save, slug
 from lowlat.bench.roofline import StepBytes, dense_step_bytes, v41_step_bytes
 from lowlat.bench.stats import alternate
@@ -24,6 +24,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure: every combination of `rows` and `contexts` with every arm."""
 
     model: str = "smollm2"
+    """One model, or several joined by commas: they are measured one after another."""
     model_folder: str | None = None
     """Real weights; None: random weights of the shape."""
     layers: int | None = None
@@ -54,7 +55,9 @@ def step_bytes(options: StepOptions, rows: int, context: int, *, draft: bool = T
         return v41_step_bytes(rows=rows, context=context, tp=options.tp, layers=options.layers, draft=draft)
     if options.model in V41_NAMES:
         return None
-    shape = find_shape(options.model, options.layers)
+    shape = any_shape(options.model, options.layers)
+    if not isinstance(shape, DenseShape):
+        return None
     return dense_step_bytes(shape, requests=rows, context=context, dtype=options.dtype, tp=options.tp)
 
 
@@ -161,7 +164,7 @@ def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, 
 
 def _shape(options: StepOptions) -> DenseShape | FolderShape:
     if options.model not in V41_NAMES:
-        return find_shape(options.model, options.layers)
+        return any_shape(options.model, options.layers)
     from lowlat.bench.random_v41 import v41_shape
 
     return v41_shape(options.model, options.layers)
@@ -186,12 +189,13 @@ def _measured(
 ) -> list[Row]:
     """Rows of every case; a DeepSeek-V4.1 without a folder is written for as long as that takes."""
     with contextlib.ExitStack() as stack:
-        folder = options.model_folder
+        v41 = options.model in V41_NAMES
+        folder = options.model_folder or (options.model if isinstance(shape, FolderShape) and not v41 else None)
         others = [arm for arm in options.arms if arm != "read-floor"]
-        if isinstance(shape, FolderShape) and options.device != "cpu":
+        if v41 and others and options.device != "cpu":
             unavailable.update(dict.fromkeys(others, f"{shape.name} is computed on CPUs only: use --device cpu"))
             return []
-        if folder is None and isinstance(shape, FolderShape) and others:
+        if folder is None and v41 and others:
             from lowlat.bench.random_v41 import make_v41
 
             say(f"writing {shape.name} with random weights")
@@ -205,42 +209,70 @@ def _measured(
         ]
 
 
-def run_step(options: StepOptions, say: Say = lambda _: None, *, command: str | None = None) -> StepOutcome:
-    """Measure every case and return one stamped result.
+def run_step(
+    options: StepOptions,
+    say: Say = lambda _: None,
+    *,
+    command: str | None = None,
+    measured: Callable[[StepOutcome], None] = lambda outcome: None,
+) -> StepOutcome:
+    """Measure every case of every model and return one stamped result.
 
-    The ceiling is measured before and after, and the better value counts, since what disturbs it only lowers it.
-    Raises ValueError for options that describe no step, and RuntimeError where no arm could run.
+    The ceiling is measured before and behind each model, and the best value counts, since what disturbs it only lowers
+    it. `measured` is told the outcome so far behind each model. Raises ValueError for options that describe no step,
+    and RuntimeError where no arm could run.
     """
     check_options(options)
-    shape = _shape(options)
+    names = options.model.split(",")
+    each = [msgspec.structs.replace(options, model=name) for name in names]
+    shapes = [_shape(one) for one in each]
     say("measuring the read ceiling")
-    before = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
+    ceiling = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
     unavailable: dict[str, str] = {}
-    rows = _measured(options, shape, say, unavailable)
-    after = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
-    ceiling = max(before, after, key=lambda c: c.tb_s)
-    for row in rows:
-        if row.bytes:
-            row.ceiling_fraction = round(row.bytes / (row.median * ceiling.tb_s * 1e6), 4)
-    if "read-floor" in options.arms:
-        dtype = "fp8+fp4" if options.model == DEEPSEEK_V41 else options.dtype
-        rows += [
-            _floor_row(options, r, context, ceiling, shape.name, dtype)
-            for r in options.rows
-            for context in options.contexts
-        ]
-    if not rows:
+    rows: list[Row] = []
+    for number, (one, shape) in enumerate(zip(each, shapes, strict=True), 1):
+        left_out: dict[str, str] = {}
+        rows += _measured(one, shape, say, left_out)
+        whose = f" of {shape.name}" if len(names) > 1 else ""
+        unavailable |= {f"{arm}{whose}": reason for arm, reason in left_out.items()}
+        again = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
+        ceiling = max(ceiling, again, key=lambda c: c.tb_s)
+        outcome = StepOutcome(
+            _result(options, shapes[0].name if len(names) == 1 else "presets", rows, ceiling, command), unavailable
+        )
+        outcome.result.rows += _floor_rows(each[:number], shapes, ceiling)
+        if outcome.result.rows:
+            measured(outcome)
+    if not outcome.result.rows:
         reasons = "; ".join(f"{arm}: {reason}" for arm, reason in unavailable.items())
         raise RuntimeError(f"no arm could run ({reasons})")
+    return outcome
+
+
+def _floor_rows(each: Sequence[StepOptions], shapes: Sequence[DenseShape | FolderShape], ceiling: Ceiling) -> list[Row]:
+    """The floor of every case, where it was asked for."""
+    return [
+        _floor_row(one, r, context, ceiling, shape.name, "fp8+fp4" if one.model == DEEPSEEK_V41 else one.dtype)
+        for one, shape in zip(each, shapes, strict=False)
+        if "read-floor" in one.arms
+        for r in one.rows
+        for context in one.contexts
+    ]
+
+
+def _result(options: StepOptions, subject: str, rows: Sequence[Row], ceiling: Ceiling, command: str | None) -> Result:
     result = new_result(
-        slug("step", shape.name, *(() if options.model_folder else ("random",))),
+        slug("step", subject, *(() if options.model_folder else ("random",))),
         simulated=Simulated(weights=options.model_folder is None),
         read_ceiling_tb_s=ceiling.tb_s,
         command=command,
         gpus=0 if options.device == "cpu" else 1,  # more ranks than one are known to the floor alone
     )
-    result.rows = rows
-    return StepOutcome(result, unavailable)
+    for row in rows:
+        if row.bytes:
+            row.ceiling_fraction = round(row.bytes / (row.median * ceiling.tb_s * 1e6), 4)
+    result.rows = list(rows)
+    return result
 
 
 def check_options(options: StepOptions) -> None:
@@ -261,6 +293,8 @@ def check_options(options: StepOptions) -> None:
             raise ValueError(f"{name} must be at least 1")
     if options.tp > 1 and set(options.arms) - {"read-floor"}:
         raise ValueError("only the read-floor arm knows tp; measure tensor parallelism with `lowlat bench serve`")
+    if options.model_folder and "," in options.model:
+        raise ValueError("--model-folder holds the weights of one model: name one --model")
     if options.steps > 60:
         raise ValueError("at most 60 steps in a measurement: the context grows by one token with each")
 

@@ -203,12 +203,17 @@ class DeviceRunner:
 
         The slots have decoded in this very set before. What the host knows of their lengths is not changed.
         """
-        mode = self._mode(slots)
+        mode, plan = self._mode(slots), StepPlan(0, [], [], [], slots)
         kernels = self.kernels
-        if kernels is not None and kernels.route(StepPlan(0, [], [], [], slots)).kernels:
+        padded, longest = padded_requests(len(slots), self._most), max(self._lengths[slot] for slot in slots) + 1
+        if self.verifier is not None:
+            width = self.verifier.speculation.width
+            on_kernels = kernels is not None and kernels.route(plan, padded, width).kernels
+            # The operations may run a few times, and each may bring `width` tokens.
+            return self._replayed(*self.verifier.body(padded, width, mode, longest + 4 * width, on_kernels))
+        if kernels is not None and kernels.route(plan).kernels:
             size = len(slots)
             return self._replayed(("kernels", size, mode), lambda: kernels.decode(self._lists.tensor(size), mode))
-        padded, longest = padded_requests(len(slots), self._most), max(self._lengths[slot] for slot in slots) + 1
         return self._replayed((padded, mode), lambda: self._decode(padded, mode, longest))
 
     def _replayed(self, key: Hashable, body: Body) -> tuple[Body, Body]:

@@ -110,12 +110,13 @@ class Verifier:
         if forced is not None:
             padded = forced + [0] * (size - len(slots))
             self._forced_B[size].copy_(to_device(padded, torch.int64, self._state.device), non_blocking=True)
-        checked: Checked = self._bodies.run(*self._body(size, width, mode, longest, on_kernels))
+        checked: Checked = self._bodies.run(*self.body(size, width, mode, longest, on_kernels))
         return checked
 
-    def _body(
+    def body(
         self, size: int, width: int, mode: SamplingMode, longest: int, on_kernels: bool
     ) -> tuple[Hashable, Callable[[], Checked]]:
+        """Key and body of the step that `run` queues."""
         kernels = self.kernels if on_kernels else None
         return ("checks", size, width, mode, on_kernels), lambda: self._check(size, width, mode, longest, kernels)
 
@@ -128,7 +129,7 @@ class Verifier:
             self._given[size, width] = (zeros.pin_memory() if on_gpu else zeros, zeros.to(self._state.device))
         if size not in self._forced_B:
             self._forced_B[size] = torch.zeros(size, dtype=torch.int64, device=self._state.device)
-        key, body = self._body(size, width, mode, width, on_kernels)
+        key, body = self.body(size, width, mode, width, on_kernels)
         if not self._bodies.knows(key):
             self._lists.pad(size)
             self._bodies.prepare(key, body)
@@ -136,7 +137,7 @@ class Verifier:
     def replay(self, size: int, mode: SamplingMode, width: int = 1, *, on_kernels: bool = False) -> None:
         """Queue a prepared step on padding, for measurements."""
         self._lists.pad(size)
-        self._bodies.run(*self._body(size, width, mode, width, on_kernels))
+        self._bodies.run(*self.body(size, width, mode, width, on_kernels))
 
     def _time(self, size: int, width: int, mode: SamplingMode, *, on_kernels: bool = False) -> float:
         """Seconds of a step, on padding."""

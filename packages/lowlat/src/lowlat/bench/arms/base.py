@@ -28,8 +28,10 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     """A folder with real weights (or `smollm2`); None: random weights of the shape."""
     steps: int = 5
     """Steps timed by each call of an arm's `measure`."""
-    draft: bool = False
-    """The model's own draft proposes tokens, a step checks them all, and one counts as right, whatever is."""
+    spec: str = "off"
+    """As `lowlat serve --spec`: tokens are guessed, a step checks them all, and one counts as right, whatever is."""
+    draft: str | None = None
+    """As `lowlat serve --draft`."""
 
     @property
     def dense(self) -> DenseShape:

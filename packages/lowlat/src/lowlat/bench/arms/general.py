@@ -50,7 +50,7 @@ class GeneralArm:
     """
 
     def __init__(self, case: StepCase, kernels: str | None = None) -> None:
-        pages_each = pages_for(case.context + case.steps + _AHEAD + 2 + (_WIDTH if case.draft else 0), _PAGE)
+        pages_each = pages_for(case.context + case.steps + _AHEAD + 2 + (_WIDTH if case.spec != "off" else 0), _PAGE)
         config = EngineConfig(
             model=case.model or case.shape.name,
             dtype=case.dtype,
@@ -64,8 +64,9 @@ class GeneralArm:
             threads=torch.get_num_threads(),
             low_latency="off" if kernels is None else "require",
             kernels=kernels,
-            spec="draft" if case.draft else "off",
-            spec_simulate_acceptance=1.0 if case.draft else None,
+            spec=case.spec,
+            draft=case.draft,
+            spec_simulate_acceptance=1.0 if case.spec != "off" else None,
         )
         checkpoint: Any = (
             open_checkpoint(case.model) if case.model else RandomCheckpoint(case.dense, case.seed, case.device)
@@ -81,8 +82,9 @@ class GeneralArm:
         self.note = "model runner with sampling, without scheduler"
         if isinstance(self.runner, DeviceRunner):
             self.note += f", run ahead by {_AHEAD}"
-        if case.draft:
-            self.note += f", {parts.width - 1} tokens of the model's draft checked in each step, one counted as right"
+        if case.spec != "off":
+            whose = "the model's draft" if case.spec == "draft" else case.spec
+            self.note += f", {parts.width - 1} tokens of {whose} checked in each step, one counted as right"
         self.weight_bytes: int | None = None
         self._case = case
         self._step = 2

@@ -19,10 +19,10 @@ from lowlat.bench.commands.common import (
     numbers,
     plain_errors,
     random_weights,
+    replace_saved,
     say,
 )
-from lowlat.bench.results import Result, Simulated, default_directory, new_result, slug
-from lowlat.bench.results import save as write
+from lowlat.bench.results import Result, Simulated, new_result, slug
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,10 +119,7 @@ def ab(
         def keep(outcome: measure.AbOutcome, done: Sequence[Load]) -> None:
             """Write what there is after each load, so that an end by force loses the last one alone."""
             if save:
-                result = result_of(outcome, done)
-                for path in saved:
-                    path.unlink()
-                saved[:] = [write(result, results or default_directory())]
+                saved[:] = [replace_saved(result_of(outcome, done), saved, results)]
 
         outcome = measure.run_ab(sides, loads, rounds=rounds, say=say, measured=keep)
         result = result_of(outcome, loads)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -84,6 +84,13 @@ def random_weights(weights: str | None, *, needed: bool) -> bool:
     if weights is None and needed:
         raise ValueError("a result must say what the weights were: add --weights real or --weights random")
     return weights == "random"
+
+
+def replace_saved(result: Result, saved: Sequence[pathlib.Path], folder: pathlib.Path | None = None) -> pathlib.Path:
+    """Write a result in the place of those of the same run that were written before."""
+    for path in saved:
+        path.unlink()
+    return save(result, folder or default_directory())
 
 
 def finish(result: Result, *, as_json: bool, save_it: bool, folder: pathlib.Path | None) -> None:

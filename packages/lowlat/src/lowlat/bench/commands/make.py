@@ -17,6 +17,8 @@ Examples:
 
   lowlat bench make-model smollm2 /tmp/long --layers 4 --max-context 262144   small, for long contexts
 
+  lowlat bench make-model benchmarks/configs/qwen3-30b-a3b /tmp/moe --layers 2     experts: transformers draws them
+
 Serve it with `lowlat serve --model FOLDER`, and say --weights random when you measure it.
 """
 
@@ -40,8 +42,8 @@ def make_model(
 ) -> None:
     """Write a model folder with random weights, to measure an architecture whose weights are not at hand."""
     with plain_errors():
-        from lowlat.bench.presets import find_shape
-        from lowlat.bench.random_model import make_folder
+        from lowlat.bench.presets import PRESETS, FolderShape, any_shape, find_shape
+        from lowlat.bench.random_model import make_family_folder, make_folder
         from lowlat.bench.roofline import DTYPE_BYTES
         from lowlat.models.loading.checkpoint import open_checkpoint
 
@@ -50,6 +52,14 @@ def make_model(
         words = tokenizer or open_checkpoint("smollm2").folder
         if device not in ("cpu", "cuda"):
             raise ValueError(f"--device {device!r} is neither cpu nor cuda")
+        shape = any_shape(model, layers if model in PRESETS else None)
+        if isinstance(shape, FolderShape):
+            make_family_folder(
+                pathlib.Path(model), folder, words, layers=layers, dtype=dtype, max_context=max_context, seed=seed,
+                device=device,
+            )  # fmt: skip
+            print(f"wrote {folder}", file=sys.stderr)
+            return
         shape = find_shape(model, layers)
         make_folder(
             shape, folder, words, dtype=dtype, max_context=max_context, seed=seed, device=device,

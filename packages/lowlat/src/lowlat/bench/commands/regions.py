@@ -19,7 +19,9 @@ Examples:
 
   lowlat bench regions --model llama-1b --device cuda --arms general,lowlat-nvidia --timeline llama-1b.png
 
-  lowlat bench regions --model deepseek-v41-tiny --draft --context 64      experts, hyper-connections, proposals
+  lowlat bench regions --model deepseek-v41-tiny --spec draft --context 64     experts, hyper-connections, proposals
+
+  lowlat bench regions --model smollm2 --model-folder smollm2 --device cuda --spec dspark
 
 Open the trace at ui.perfetto.dev. Each arm's step is measured with and without marks (on a GPU: records of a graph's
 kernels) in alternation; where the regions' sum is not within 3 % of the step without them, the command refuses.
@@ -33,10 +35,11 @@ def regions(
     ] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
     arms: Annotated[str, typer.Option("--arms", help="general, torch-eager-graph, lowlat-NAME.")] = "general",
-    draft: Annotated[
-        bool,
-        typer.Option("--draft", help="With the model's own draft; one token a step is accepted by force."),
-    ] = False,
+    spec: Annotated[
+        str,
+        typer.Option("--spec", help="Guesses as of lowlat serve; one token a step counts as right. draft: V4.1's own."),
+    ] = "off",
+    draft: Annotated[str | None, typer.Option("--draft", help="As of lowlat serve, for --spec.")] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Requests in a step, one row each.")] = 1,
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens in each request's cache.")] = 1024,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
@@ -58,7 +61,7 @@ def regions(
         import torch
 
         from lowlat.bench.arms.base import StepCase
-        from lowlat.bench.presets import V41_NAMES, find_shape
+        from lowlat.bench.presets import V41_NAMES, FolderShape, any_shape
         from lowlat.bench.random_v41 import make_v41, v41_shape
         from lowlat.bench.region_arms import build_region_arm
 
@@ -66,23 +69,27 @@ def regions(
             torch.set_num_threads(threads)
         place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         v41 = model in V41_NAMES
-        if draft and not v41:
-            raise ValueError(f"--draft: {model} has no draft of its own; {' and '.join(V41_NAMES)} do")
+        own_draft = spec == "draft"
+        if own_draft and not v41:
+            raise ValueError(f"--spec draft: {model} has no draft of its own; {' and '.join(V41_NAMES)} do")
         if v41 and place != "cpu":
             raise ValueError(f"{model} is computed on CPUs only: add --device cpu")
         random = model_folder is None
         with contextlib.ExitStack() as stack:
             if v41 and random:
                 say(f"writing {model} with random weights")
-                model_folder = stack.enter_context(make_v41(model, layers, 0, draft=draft))
+                model_folder = stack.enter_context(make_v41(model, layers, 0, draft=own_draft))
+            shape = v41_shape(model, layers) if v41 else any_shape(model, layers)
+            if isinstance(shape, FolderShape):
+                model_folder = model_folder or model
             case = StepCase(
-                shape=v41_shape(model, layers) if v41 else find_shape(model, layers), requests=rows, context=context,
+                shape=shape, requests=rows, context=context,
                 device=place, model=model_folder, dtype=dtype or ("float32" if place == "cpu" else "bfloat16"),
-                steps=32, draft=draft,
+                steps=32, spec=spec, draft=draft,
             )  # fmt: skip
             result = new_result(
-                slug("regions", case.shape.name, *(("random",) if random else ())),
-                simulated=Simulated(weights=random, acceptance=draft),
+                slug("regions", case.shape.name, *((spec,) if spec != "off" else ()), *(("random",) if random else ())),
+                simulated=Simulated(weights=random, acceptance=spec != "off"),
                 gpus=0 if place == "cpu" else 1,
             )
             measured, refused = [], []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 import sys
 from typing import Annotated
 
 import typer
 
-from lowlat.bench.commands.common import AsJson, Folder, Save, finish, numbers, plain_errors, say
+from lowlat.bench.commands.common import AsJson, Folder, Save, finish, numbers, plain_errors, replace_saved, say
 
 EPILOG = """
 Examples:
@@ -17,6 +18,8 @@ Examples:
   lowlat bench step --model smollm2 --model-folder smollm2 --threads 1    real weights
 
   lowlat bench step --model llama-1b --device cuda --arms torch-compile,vllm,read-floor --rows 1,8 --context 1024,8192
+
+  lowlat bench step --model llama-1b,qwen3-8b --device cuda --arms general,lowlat-nvidia,read-floor --save
 
   lowlat bench step --model deepseek-v41 --arms read-floor --rows 6 --tp 4 --device cuda    bytes and floor alone
 
@@ -30,7 +33,9 @@ ceiling is measured before and after.
 
 
 def step(
-    model: Annotated[str, typer.Option("--model", "-m", help="Preset, or a folder with a config.json.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Presets or folders with a config.json, by commas.")
+    ] = "smollm2",
     model_folder: Annotated[
         str | None,
         typer.Option("--model-folder", help="Real weights for the arms that take them: a folder or `smollm2`."),
@@ -65,7 +70,7 @@ def step(
     with plain_errors():
         import torch
 
-        from lowlat.bench.step import StepOptions, run_step
+        from lowlat.bench.step import StepOptions, StepOutcome, run_step
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -76,7 +81,16 @@ def step(
             dtype=dtype or ("float32" if place == "cpu" else "bfloat16"), device=place, tp=tp, rounds=rounds,
             steps=steps, seed=seed, ceiling_gb=ceiling_gb,
         )  # fmt: skip
-        outcome = run_step(options, say)
-        finish(outcome.result, as_json=as_json, save_it=save, folder=results)
+        saved: list[pathlib.Path] = []
+
+        def keep(outcome: StepOutcome) -> None:
+            """Write what there is behind each model, so that an end by force loses the last one alone."""
+            if save:
+                saved[:] = [replace_saved(outcome.result, saved, results)]
+
+        outcome = run_step(options, say, measured=keep)
+        finish(outcome.result, as_json=as_json, save_it=False, folder=None)
+        for path in saved:
+            print(f"wrote {path}", file=sys.stderr)
         for name, reason in outcome.unavailable.items():
             print(f"{name} was left out: {reason}", file=sys.stderr)
