@@ -104,9 +104,9 @@ void multiply_groups(const Matrix& w, int first, const float* x, size_t x_stride
 }
 
 #if defined(__AVX512F__)
-// Groups in flight. One row needs several sums beside each other to hide the latency of an addition; more rows have
-// enough of them, and more would spill.
-constexpr int groups_for(int rows) { return rows == 1 ? 4 : 1; }
+// Groups in flight: as many sums beside each other as hide the latency of an addition and leave registers for weights.
+// A weight that is unpacked serves all rows, so a row more costs its additions alone.
+constexpr int groups_for(int rows) { return rows <= 4 ? 4 : 2; }
 
 template <int kRows>
 void multiply_some(const Matrix& w, int first, int count, const float* x, size_t x_stride, float* y, size_t y_stride) {
