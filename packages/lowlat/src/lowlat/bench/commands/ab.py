@@ -111,7 +111,8 @@ def ab(
 
         def result_of(outcome: measure.AbOutcome, done: Sequence[Load]) -> Result:
             measure.check_covered(outcome, least_covered)
-            result = new_result(slug("ab", subject, pathlib.Path(model).name), simulated=simulation)
+            forced = ("simulated-acceptance",) if acceptance else ()
+            result = new_result(slug("ab", subject, pathlib.Path(model).name, *forced), simulated=simulation)
             note = measure.busy_note(os.getloadavg()[0], os.cpu_count() or 1) if hasattr(os, "getloadavg") else ""
             result.rows = measure.ab_rows(outcome, sides, done, note)
             return result
