@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class LoadProgress:
-    """Call it with bytes done, bytes in all (0: unknown) and what is being done; use it as a context.
+    """Call it with bytes done, bytes in all (0: unknown) and what is being done; use it as a context. Fewer than a MiB
+    in all are no bytes but things of other kinds.
 
     Several threads may call it.
     """
@@ -67,7 +68,9 @@ class LoadProgress:
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(what, total=total or None, size="")
-        size = f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB" if total else ""
+        size = f"{done} of {total}" if total else ""
+        if total >= 2**20:
+            size = f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB"
         self._bar.update(self._task, completed=done, total=total or None, size=size)
 
     def _print(self, done: int, total: int, what: str) -> None:

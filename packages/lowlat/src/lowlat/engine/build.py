@@ -238,8 +238,7 @@ def build_rank(
             use_kernels(runner, kernels.low)
     host.kernel_steps = KernelSteps(kernels.low, page_size, platform.device, lambda: getattr(model, "taps", None))
     if width > 1 and runner is host:
-        progress(0, 0, "measuring steps")
-        host.speculation = make_speculation(config, host, communicator, width, draft)
+        host.speculation = make_speculation(config, host, communicator, width, draft, progress)
     facts = EngineFacts(
         model=checkpoint.name,
         dtype=dtype,

@@ -132,8 +132,9 @@ class ModelRunner:
         """As `state` gives them, after steps that others ran on the same cache."""
         self._tokens, self._lengths = tokens.copy(), lengths.copy()
 
-    def time_rows(self, rows: int, width: int) -> float:
-        """Seconds of a decode step of `rows` rows, at most `width` a request, on pages that nobody owns."""
+    def time_rows(self, rows: int, width: int, *, fill: bool = True) -> float:
+        """Seconds of a decode step of `rows` rows, at most `width` a request, on pages that nobody owns. Not `fill`: a
+        call with as many rows or more has filled the pages."""
         counts = [width] * (rows // width) + [rows % width] * (rows % width > 0)
         context = min(16, self.max_pages * self._page_size - width)
         pages = list(range(-(-(context + width) // self._page_size)))
@@ -145,7 +146,8 @@ class ModelRunner:
         tables = [(slot, 0, pages) for slot in slots]
         # Window pages may be fewer; whose keys are read does not change the time.
         windows = [(slot, 0, [page % self._window_pages for page in pages]) for slot in slots if self._window]
-        self.run(StepPlan(0, begins, tables, chunks, [], windows=windows), [])
+        if fill or self._segments_only:
+            self.run(StepPlan(0, begins, tables, chunks, [], windows=windows), [])
         for slot in slots:
             self._lengths[slot] = context
         started = time.perf_counter()

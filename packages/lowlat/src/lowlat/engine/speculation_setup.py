@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.device_speculation import DeviceSpeculation
@@ -52,7 +54,12 @@ def spec_width(config: EngineConfig, model: Model, draft: Draft | None) -> int:
 
 
 def make_speculation(
-    config: EngineConfig, runner: ModelRunner, communicator: Communicator, width: int, draft: Draft | None
+    config: EngineConfig,
+    runner: ModelRunner,
+    communicator: Communicator,
+    width: int,
+    draft: Draft | None,
+    progress: Callable[[int, int, str], None],
 ) -> Speculation:
     """The proposer of `config`, and the table of step times; all ranks measure together."""
     proposer: Proposer = NgramProposer()
@@ -66,7 +73,7 @@ def make_speculation(
     speculation = Speculation(
         proposer, communicator, width=width, adaptive=adaptive, simulated=config.spec_simulate_acceptance
     )
-    speculation.times = measure_steps(runner, config.max_batch, width)
+    speculation.times = measure_steps(runner, config.max_batch, width, progress)
     return speculation
 
 
@@ -83,10 +90,18 @@ def make_device_speculation(config: EngineConfig, runner: DeviceRunner, width: i
     )
 
 
-def measure_steps(runner: ModelRunner, max_batch: int, width: int) -> StepTimes | None:
+def measure_steps(
+    runner: ModelRunner, max_batch: int, width: int, progress: Callable[[int, int, str], None]
+) -> StepTimes | None:
     """Times of decode steps of this model on this machine; None where the pool is too small to try."""
     room = runner.max_pages * runner.kv.layout.page_size - 1
     if room < width:
         return None
-    rows = rows_to_measure(width, min(max_batch * width, max(_MOST_MEASURED, width)))
-    return StepTimes.measure(lambda count: runner.time_rows(count, width), rows)
+    counts = rows_to_measure(width, min(max_batch * width, max(_MOST_MEASURED, width)))
+    seconds: dict[int, float] = {}
+    # The most rows first: their pages serve all.
+    for done, rows in enumerate(reversed(counts)):
+        progress(done, len(counts), "measuring steps")
+        measured = StepTimes.measure(lambda count: runner.time_rows(count, width, fill=not seconds), [rows])
+        seconds.update(measured.table())
+    return StepTimes(seconds)
