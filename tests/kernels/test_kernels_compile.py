@@ -148,12 +148,13 @@ def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
          "result_ptr"], "*i64",
     )  # fmt: skip
     types = wide | dict.fromkeys(["where_ptr", "pages_ptr", "narrow_ptr", "rows_ptr"], "*i32")
-    types |= dict.fromkeys(["logits_ptr", "largest_ptr", "temperatures_ptr"], "*fp32") | {"score_ptr": "*fp64"}
+    types |= dict.fromkeys(["logits_ptr", "largest_ptr", "temperatures_ptr", "last_largest_ptr"], "*fp32")
+    types |= dict.fromkeys(["score_ptr", "last_score_ptr"], "*fp64") | {"last_where_ptr": "*i32", "last_ptr": "*i64"}
     types |= dict.fromkeys(["embed_ptr", "head_ptr"], "*bf16")
     types |= dict.fromkeys(
         [
             "tokens_stride",
-            "before_stride",
+            "last_stride",
             "vocabulary",
             "chunks",
             "requests",
@@ -168,7 +169,19 @@ def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
         return kernel, {name: types[name] for name in kernel.arg_names if name in types}, constants, warps
 
     return [
-        job(drawing.best_kernel, 4, CHUNK=512, SHARPNESS=1.25, DRAWS=True, IDS=True, EARLY=False, RANK=48, BLOCK_E=64),
+        job(
+            drawing.best_kernel,
+            4,
+            CHUNK=128,
+            SHARPNESS=1.25,
+            DRAWS=True,
+            IDS=True,
+            EARLY=False,
+            RANK=48,
+            BLOCK_E=64,
+            FOLLOWS=True,
+            BLOCK_C=256,
+        ),
         job(drawing.finish_kernel, 4, BROKEN=0, BLOCK_C=512, EARLY=False),
         job(verify.begin_kernel, 1, PAGE=16, WIDTH=8, COUNTS=True, BLOCK_W=8),
         job(verify.accept_kernel, 1, WIDTH=8, FORCED=True, BLOCK_W=8),

@@ -60,14 +60,16 @@ def choose(
     `guesses_BG`: rows are those of B requests, G + 1 for each, and follow the guesses before them.
     """
     scores_MV = _ruled(logits_MV, slots_M, positions_M, state, guesses_BG) if mode.rules else logits_MV
-    temperature_M = state.temperature_T[slots_M] if mode.draws else None
-    if temperature_M is not None:
+    plain = not mode.rules and mode.logprobs < 0
+    temperature_M = None
+    if mode.draws and (mode.filters or not plain):
+        temperature_M = state.temperature_T[slots_M]
         greedy_M = temperature_M < MIN_TEMPERATURE
         temperature_M = torch.where(greedy_M, 1.0, temperature_M)
         if mode.filters:
             settings = (state.top_k_T[slots_M], state.top_p_T[slots_M], state.min_p_T[slots_M])
             scores_MV = ops.keep_likely(scores_MV, temperature_M, *settings)
-    if not mode.rules and mode.logprobs < 0:
+    if plain:
         drawing = (state.temperature_T, state.seed_T) if mode.draws else None
         return Samples(ops.draw(scores_MV, slots_M, positions_M, drawing))
     best_M, tokens_M = scores_MV.max(dim=-1)

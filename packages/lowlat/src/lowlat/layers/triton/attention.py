@@ -247,20 +247,23 @@ def combine_kernel(
     SINKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Segments of one row. One program: one head, all splits at once."""
+    """Segments of few rows. One program: one head of a row, all splits at once."""
     if EARLY:
         let_next_start()
         wait_for_previous()
     segment = tl.program_id(0)
     head = tl.program_id(1)
+    row = tl.program_id(2)
     rows = tl.load(rows_ptr + segment)
     length = tl.load(lengths_ptr + segment)
     _blocks, _begin, _chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
-    if (rows > 0) & (splits > 1):
+    if (row < rows) & (splits > 1):
         place_s = tl.arange(0, BLOCK_S)
         place_d = tl.arange(0, BLOCK_D)
         split_ok = place_s < splits
-        part_s = ((segment * MOST + place_s) * KV_HEADS + head // GROUP).to(tl.int64) * BLOCK_M + head % GROUP
+        local_s = row // BLOCK_Q * splits + place_s
+        part_s = ((segment * MOST + local_s) * KV_HEADS + head // GROUP).to(tl.int64) * BLOCK_M
+        part_s += row % BLOCK_Q * GROUP + head % GROUP
         best_s = tl.load(sums_ptr + part_s * 2, mask=split_ok, other=float("-inf"))
         sum_s = tl.load(sums_ptr + part_s * 2 + 1, mask=split_ok, other=0.0)
         base = tl.max(best_s, axis=0)
@@ -274,7 +277,7 @@ def combine_kernel(
         tile = split_ok[:, None] & (place_d < DIM)[None, :]
         mixed = tl.load(partial_ptr + part_s[:, None] * DIM + place_d[None, :], mask=tile, other=0.0)
         result = tl.sum(mixed * fade_s[:, None], axis=0) / total
-        offset = (tl.load(first_ptr + segment).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
+        offset = ((tl.load(first_ptr + segment) + row).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
         tl.store(out_ptr + offset + place_d, result.to(out_ptr.dtype.element_ty), mask=place_d < DIM)
 
 
@@ -430,8 +433,8 @@ def attend(
         DRAFT=draft, SIFTED=many and not draft and not rule.window,
         BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    if most > 1 and single:
-        combine_kernel[(count, heads)](
+    if most > 1 and (single or segments.tight):
+        combine_kernel[(count, heads, segments.most_rows)](
             partial, sums, *where, sinks, out_RND, **common, BLOCK_S=triton.next_power_of_2(most), num_warps=4
         )
     elif most > 1:

@@ -1,7 +1,7 @@
 """Likeliest and drawn tokens of a few rows over a vocabulary, by the law of `layers/drawing.py`.
 
 The vocabulary is cut into chunks, so that all multiprocessors read: one launch finds the chunks' best tokens, one the
-best of those.
+best of those. Where tokens follow each other (`walk`), the launch of the next one does the latter.
 
 Legend of shape suffixes: M samples of a step, V vocabulary, C chunks, T batch slots.
 """
@@ -18,6 +18,8 @@ from lowlat.layers.triton import early
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 _CHUNK = 512
+# Where logits have a bias, whose weights a program holds.
+_BIASED_CHUNK = 128
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 
@@ -39,30 +41,54 @@ def _gumbel(seed, position, ids):
 
 
 @triton.jit
+def _winner(largest_ptr, score_ptr, where_ptr, row, chunks, BROKEN: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The token of a row by its chunks' best, `BROKEN` where there is none."""
+    place = tl.arange(0, BLOCK_C)
+    inside = place < chunks
+    largest_c = tl.load(largest_ptr + row * chunks + place, mask=inside, other=float("-inf"))
+    score_c = tl.load(score_ptr + row * chunks + place, mask=inside, other=float("-inf"))
+    where_c = tl.load(where_ptr + row * chunks + place, mask=inside, other=2147483647)
+    broken = tl.max((largest_c != largest_c).to(tl.int32), axis=0) > 0
+    usable = (broken == 0) & (tl.abs(tl.max(largest_c, axis=0)) < float("inf"))
+    best = tl.max(score_c, axis=0)
+    token = tl.min(tl.where(score_c == best, where_c, 2147483647), axis=0)
+    return tl.where(usable, token, BROKEN).to(tl.int64)
+
+
+@triton.jit
 def best_kernel(
     logits_ptr, slots_ptr, positions_ptr, temperatures_ptr, seeds_ptr, ids_ptr, largest_ptr, score_ptr, where_ptr,
-    before_ptr, embed_ptr, head_ptr, before_stride, vocabulary, chunks, RANK: tl.constexpr, BLOCK_E: tl.constexpr,
-    SHARPNESS: tl.constexpr, DRAWS: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
+    before_ptr, embed_ptr, head_ptr, last_largest_ptr, last_score_ptr, last_where_ptr, last_ptr, last_stride,
+    vocabulary, chunks, RANK: tl.constexpr, BLOCK_E: tl.constexpr, SHARPNESS: tl.constexpr, DRAWS: tl.constexpr,
+    IDS: tl.constexpr, CHUNK: tl.constexpr, FOLLOWS: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: the best token of a chunk of a row, its score, and the largest logit; NaN where there is one.
 
-    With a `RANK` above 0 logits have a bias by what comes before: the head's rows times the embedding of `before`.
+    With a `RANK` above 0 logits have a bias by what comes before: the head's rows times the embedding of `before`. With
+    `FOLLOWS` that is the token that the launch before this one found: every program finds it from the chunks' best, one
+    writes it to `last`.
     """
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < vocabulary
-    x = tl.load(logits_ptr + row * vocabulary + place, mask=inside, other=float("-inf")).to(tl.float32)
+    if EARLY:
+        let_next_start()
     if RANK > 0:
         entry = tl.arange(0, BLOCK_E)
-        before = tl.load(before_ptr + row * before_stride)
-        said_e = tl.load(embed_ptr + before * RANK + entry, mask=entry < RANK, other=0.0).to(tl.float32)
         tile = inside[:, None] & (entry < RANK)[None, :]
         head = tl.load(head_ptr + place.to(tl.int64)[:, None] * RANK + entry[None, :], mask=tile, other=0.0)
+    if EARLY:
+        wait_for_previous()
+    x = tl.load(logits_ptr + row * vocabulary + place, mask=inside, other=float("-inf")).to(tl.float32)
+    if RANK > 0:
+        if FOLLOWS:
+            before = _winner(last_largest_ptr, last_score_ptr, last_where_ptr, row, chunks, 0, BLOCK_C)
+            if chunk == 0:
+                tl.store(last_ptr + row * last_stride, before)
+        else:
+            before = tl.load(before_ptr + row)
+        said_e = tl.load(embed_ptr + before * RANK + entry, mask=entry < RANK, other=0.0).to(tl.float32)
         x += tl.sum(head.to(tl.float32) * said_e[None, :], axis=1)
     largest = tl.max(x, axis=0)
     broken = tl.max((x != x).to(tl.int32), axis=0) > 0
@@ -93,29 +119,41 @@ def finish_kernel(
         let_next_start()
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK_C)
-    inside = place < chunks
-    largest_c = tl.load(largest_ptr + row * chunks + place, mask=inside, other=float("-inf"))
-    score_c = tl.load(score_ptr + row * chunks + place, mask=inside, other=float("-inf"))
-    where_c = tl.load(where_ptr + row * chunks + place, mask=inside, other=2147483647)
-    broken = tl.max((largest_c != largest_c).to(tl.int32), axis=0) > 0
-    usable = (broken == 0) & (tl.abs(tl.max(largest_c, axis=0)) < float("inf"))
-    best = tl.max(score_c, axis=0)
-    token = tl.min(tl.where(score_c == best, where_c, 2147483647), axis=0)
-    tl.store(tokens_ptr + row * tokens_stride, tl.where(usable, token, BROKEN).to(tl.int64))
+    token = _winner(largest_ptr, score_ptr, where_ptr, row, chunks, BROKEN, BLOCK_C)
+    tl.store(tokens_ptr + row * tokens_stride, token)
 
 
 class _Scratch:
-    """What two launches hand over, for rows of one size."""
+    """What two launches hand over, for rows of one size: the chunks' best."""
 
-    def __init__(self, samples: int, vocabulary: int, device: torch.device) -> None:
-        self.chunks = triton.cdiv(vocabulary, _CHUNK)
+    def __init__(self, samples: int, vocabulary: int, chunk: int, device: torch.device) -> None:
+        self.chunk = chunk
+        self.chunks = triton.cdiv(vocabulary, chunk)
         self.largest_MC = torch.empty(samples, self.chunks, dtype=torch.float32, device=device)
         self.score_MC = torch.empty(samples, self.chunks, dtype=torch.float64, device=device)
         self.where_MC = torch.empty(samples, self.chunks, dtype=torch.int32, device=device)
 
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the kernels take them."""
+        return self.largest_MC, self.score_MC, self.where_MC
 
-def _launch(
+
+class _Bias:
+    """What logits are added to by what comes before: given, or found by the launch before."""
+
+    def __init__(
+        self,
+        embed_XE: torch.Tensor,
+        head_VE: torch.Tensor,
+        given_M: torch.Tensor | None,
+        last: tuple[_Scratch, torch.Tensor] | None = None,
+    ) -> None:
+        """`last`: the launch before, and where its tokens are written."""
+        self.embed_XE, self.head_VE, self.given_M, self.last = embed_XE, head_VE, given_M, last
+
+
+def _best(
     scratch: _Scratch,
     logits_MV: torch.Tensor,
     slots_M: torch.Tensor,
@@ -123,29 +161,38 @@ def _launch(
     settings: tuple[torch.Tensor, torch.Tensor] | None,
     ids_V: torch.Tensor | None,
     sharpness: float,
-    columns_M: torch.Tensor,
-    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    bias: _Bias | None,
     early_start: bool,
 ) -> None:
-    """Both launches. `columns_M` gets the result; with a `bias` (what comes before, embedding, head) 0 if broken."""
+    """Let `scratch` hold the chunks' best."""
     samples, vocabulary = logits_MV.shape
     assert logits_MV.is_contiguous()
     assert slots_M.is_contiguous()
     assert positions_M.is_contiguous()
     temperature_T, seed_T = (scratch.largest_MC, slots_M) if settings is None else settings
-    before_M, embed_XE, head_VE = bias or (slots_M, logits_MV, logits_MV)
-    rank = 0 if bias is None else head_VE.shape[1]
-    options = {"EARLY": early_start, "num_warps": 4, **early.launch_options(early_start)}
-    parts = (scratch.largest_MC, scratch.score_MC, scratch.where_MC)
+    last, given_M, weights = None, slots_M, (logits_MV, logits_MV)
+    if bias is not None:
+        last, weights = bias.last, (bias.embed_XE, bias.head_VE)
+        given_M = slots_M if bias.given_M is None else bias.given_M
+        assert given_M.is_contiguous()
+    last_scratch, last_M = (scratch, slots_M) if last is None else last
+    rank = 0 if bias is None else bias.head_VE.shape[1]
     best_kernel[(samples, scratch.chunks)](
-        logits_MV, slots_M, positions_M, temperature_T, seed_T, slots_M if ids_V is None else ids_V, *parts, before_M,
-        embed_XE, head_VE, before_M.stride(0), vocabulary, scratch.chunks, RANK=rank,
+        logits_MV, slots_M, positions_M, temperature_T, seed_T, slots_M if ids_V is None else ids_V, *scratch.parts,
+        given_M, *weights, *last_scratch.parts, last_M, last_M.stride(0), vocabulary, scratch.chunks, RANK=rank,
         BLOCK_E=max(16, triton.next_power_of_2(rank)), SHARPNESS=sharpness, DRAWS=settings is not None,
-        IDS=ids_V is not None, CHUNK=_CHUNK, **options,
+        IDS=ids_V is not None, CHUNK=scratch.chunk, FOLLOWS=last is not None,
+        BLOCK_C=triton.next_power_of_2(scratch.chunks), EARLY=early_start, num_warps=4,
+        **early.launch_options(early_start),
     )  # fmt: skip
-    finish_kernel[(samples,)](
-        *parts, columns_M, columns_M.stride(0), scratch.chunks, BROKEN=-1 if bias is None else 0,
-        BLOCK_C=triton.next_power_of_2(scratch.chunks), **options,
+
+
+def _finish(scratch: _Scratch, tokens_M: torch.Tensor, broken: int, early_start: bool) -> None:
+    """Let `tokens_M` hold the best of the chunks' best."""
+    finish_kernel[(len(tokens_M),)](
+        *scratch.parts, tokens_M, tokens_M.stride(0), scratch.chunks, BROKEN=broken,
+        BLOCK_C=triton.next_power_of_2(scratch.chunks), EARLY=early_start, num_warps=4,
+        **early.launch_options(early_start),
     )  # fmt: skip
 
 
@@ -161,8 +208,9 @@ def draw(
 ) -> torch.Tensor:
     """As `drawing.draw`."""
     tokens_M = torch.empty(len(logits_MV), dtype=torch.int64, device=logits_MV.device)
-    scratch = _Scratch(len(logits_MV), logits_MV.shape[1], logits_MV.device)
-    _launch(scratch, logits_MV, slots_M, positions_M, settings, ids_V, sharpness, tokens_M, None, early_start)
+    scratch = _Scratch(len(logits_MV), logits_MV.shape[1], _CHUNK, logits_MV.device)
+    _best(scratch, logits_MV, slots_M, positions_M, settings, ids_V, sharpness, None, early_start)
+    _finish(scratch, tokens_M, -1, early_start)
     return tokens_M
 
 
@@ -179,18 +227,19 @@ def walk(
     *,
     early_start: bool = False,
 ) -> torch.Tensor:
-    """As `drawing.walk`: two launches a column."""
+    """As `drawing.walk`: a launch a column, and one behind the last."""
     count, requests, vocabulary = logits_GBV.shape
     assert embed_XE.is_contiguous()
     assert head_VE.is_contiguous()
     columns_BG = torch.empty(requests, count, dtype=torch.int64, device=logits_GBV.device)
-    scratch = _Scratch(requests, vocabulary, logits_GBV.device)
-    before_B = first_B
+    # Two in turn: a launch reads the one before it while it writes its own.
+    scratches = [_Scratch(requests, vocabulary, _BIASED_CHUNK, logits_GBV.device) for _ in range(2)]
+    bias = _Bias(embed_XE, head_VE, first_B)
     for place in range(count):
-        bias = (before_B, embed_XE, head_VE)
-        _launch(
-            scratch, logits_GBV[place], slots_B, positions_GB[place], settings, ids_V, sharpness, columns_BG[:, place],
-            bias, early_start,
+        scratch = scratches[place % 2]
+        _best(
+            scratch, logits_GBV[place], slots_B, positions_GB[place], settings, ids_V, sharpness, bias, early_start
         )  # fmt: skip
-        before_B = columns_BG[:, place]
+        bias = _Bias(embed_XE, head_VE, None, (scratch, columns_BG[:, place]))
+    _finish(scratch, columns_BG[:, count - 1], 0, early_start)
     return columns_BG
