@@ -38,6 +38,7 @@ class Twin:
         plan = mixture.plan
         self.listed = torch.zeros(1 + MAX_ROWS * plan.top, dtype=torch.int32, device=x_RH.device)
         self.parameters = mixture.parameters(x_RH, self.listed)
+        self.first = mixture.parameters(x_RH, self.listed, down=False)
 
     def place(self) -> None:
         """Top-k, weights, sort by expert, distinct experts in ascending order."""
@@ -56,29 +57,28 @@ class Twin:
     def window(self) -> None:
         """Router to the end of the first products."""
         stream = torch.cuda.current_stream().cuda_stream
-        self.mixture.route(self.parameters, stream)
+        self.mixture.route(self.first, stream)
         self.place()
-        self.mixture.first_products(self.parameters, stream, early=False)
+        self.mixture.products(self.first, stream, early=False)
 
     def run(self) -> None:
         """The whole mixture."""
-        self.window()
         stream = torch.cuda.current_stream().cuda_stream
-        self.mixture.second_products(self.parameters, stream, early=False)
+        self.mixture.route(self.parameters, stream)
+        self.place()
+        self.products()
         self.mixture.weighted_sum(self.parameters, stream, early=False)
 
-    def products(self, early: bool) -> None:
+    def products(self) -> None:
         """Both products alone, experts as chosen before."""
-        stream = torch.cuda.current_stream().cuda_stream
-        self.mixture.first_products(self.parameters, stream, early=False)
-        self.mixture.second_products(self.parameters, stream, early=early)
+        self.mixture.products(self.parameters, torch.cuda.current_stream().cuda_stream, early=False)
 
 
 def early_window(mixture: RoutedExperts, x_RH: torch.Tensor) -> None:
     """Router to the end of the first products, overlapped."""
-    parameters, stream = mixture.parameters(x_RH), torch.cuda.current_stream().cuda_stream
+    parameters, stream = mixture.parameters(x_RH, down=False), torch.cuda.current_stream().cuda_stream
     mixture.route(parameters, stream)
-    mixture.first_products(parameters, stream)
+    mixture.products(parameters, stream)
 
 
 def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling: float) -> list[Row]:
@@ -117,7 +117,7 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
                 "torch-eager-graph": [twin.run for twin in twins],
             },
         ),
-        "products": (first + second, {"lowlat-nvidia": [lambda t=t: t.products(True) for t in twins]}),
+        "products": (first + second, {"lowlat-nvidia": [twin.products for twin in twins]}),
     }
     found = []
     for name, (size, arms) in windows.items():

@@ -1,5 +1,6 @@
-// Runs the kernel on fibers. Compiled with the definitions of a plan; `emu_run` is called from Python.
-#include "dense_step.cu"
+// Runs the kernel KERNEL of the source SOURCE on fibers. Compiled with the definitions of a plan; `emu_run` is called from
+// Python.
+#include SOURCE
 
 Fiber* emu_now;
 std::vector<Block> emu_blocks;
@@ -59,7 +60,7 @@ static void do_one(size_t i) {
   emu_settle(b);
 }
 static void body() {
-  dense_step(*parameters);
+  KERNEL(*parameters);
   emu_now->done = true;
   next_fiber();
 }
@@ -104,7 +105,6 @@ extern "C" bool emu_run(const Params* p, int blocks, int threads, int cluster, i
     if (!later.empty() && (ready.empty() || emu_random() % 4 == 0)) { do_one(emu_random() % later.size()); }
     if (ready.empty()) continue;
     if (++idle > 30000000) { fprintf(stderr, "no end\n"); return false; }
-    if (getenv("EMU_TRACE") && idle % 1000000 == 999999) fprintf(stderr, "left %d later %zu ready %zu error %d\n", left, later.size(), ready.size(), ((int*)p->state)[1]);
     // Mostly in order, so that warps stay together; now and then one overtakes.
     if (emu_random() % 64 == 0) std::swap(ready[0], ready[emu_random() % ready.size()]);
     emu_now = ready.front();

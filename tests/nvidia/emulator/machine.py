@@ -1,4 +1,4 @@
-"""The dense step's own sources on a CPU: compiled by g++ with the emulated instructions in `ptx.cuh` beside this."""
+"""A kernel's own sources on a CPU: compiled by g++ with the emulated instructions in `ptx.cuh` beside this."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ def available() -> bool:
     return shutil.which("g++") is not None and platform.machine() == "x86_64"
 
 
-def build(definitions: Mapping[str, int], folder: Path, changes: Mapping[str, tuple[str, str]] | None = None) -> Path:
-    """A shared library of the kernel with macros defined. `changes` replaces one text in a source, by file name."""
+def build(
+    definitions: Mapping[str, int],
+    folder: Path,
+    changes: Mapping[str, tuple[str, str]] | None = None,
+    kernel: tuple[str, str] = ("dense_step.cu", "dense_step"),
+) -> Path:
+    """A shared library of the kernel (source file, name) with macros defined. `changes` replaces one text in a source,
+    by file name."""
     texts = {name: text for name, text in jit.sources().items() if name != "ptx.cuh"}
     for name, (old, new) in (changes or {}).items():
         if texts[name].count(old) != 1:
@@ -30,6 +36,7 @@ def build(definitions: Mapping[str, int], folder: Path, changes: Mapping[str, tu
     for name in ("ptx.cuh", "machine.cpp"):
         texts[name] = (HERE / name).read_text()
     options = [f"-D{key}={value}" for key, value in sorted(definitions.items())]
+    options += [f'-DSOURCE="{kernel[0]}"', f"-DKERNEL={kernel[1]}"]
     digest = hashlib.sha256(repr((sorted(texts.items()), options)).encode()).hexdigest()[:16]
     target = folder / f"step-{digest}.so"
     if target.exists():

@@ -24,6 +24,7 @@ typedef unsigned long long u64;
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -45,7 +46,7 @@ struct Meeting {
 };
 struct Block {
   u8* memory;
-  Meeting all, compute;
+  Meeting all, compute, named[16];
   Meeting* cluster;
 };
 struct Fiber {
@@ -62,6 +63,7 @@ extern int emu_cluster, emu_threads;
 extern u32 emu_random_state;
 #define threadIdx (Index{emu_now->thread})
 #define blockIdx (Index{emu_now->block})
+#define gridDim (Index{(int)emu_blocks.size()})
 
 u32 emu_random();
 void emu_park();                 // another fiber runs; somebody wakes this one
@@ -108,6 +110,14 @@ DEV void emu_meet(Meeting& m, int count) {
 }
 DEV void __syncwarp() { u64 none[1] = {0}; u64 (*all)[4]; emu_meet_warp(none, 0, &all); }
 DEV void __syncthreads() { emu_meet(emu_now->home->all, emu_threads); }
+DEV void named_sync(int number, int threads) { emu_meet(emu_now->home->named[number], threads); }
+DEV void named_arrive(int number, int threads) {
+  Meeting& m = emu_now->home->named[number];
+  if (++m.arrived < threads) return;
+  m.arrived = 0;
+  for (Fiber* f : m.waiting) emu_wake(f);
+  m.waiting.clear();
+}
 DEV void block_sync() { emu_meet(emu_now->home->compute, 256); }
 DEV void cluster_sync() { emu_meet(*emu_now->home->cluster, emu_threads * emu_cluster); }
 DEV u64 emu_shuffle(u64 x, int from) {
@@ -144,6 +154,15 @@ DEV u32 any_bits(u32 x) {
   for (int i = 0; i < LANES; i++) bits |= (u32)all[i][0];
   return bits;
 }
+
+DEV u32 __reduce_max_sync(u32, u32 x) {
+  u64 mine = x, (*all)[4];
+  emu_meet_warp(&mine, 1, &all);
+  u32 most = 0;
+  for (int i = 0; i < LANES; i++) most = (u32)all[i][0] > most ? (u32)all[i][0] : most;
+  return most;
+}
+DEV u32 __reduce_min_sync(u32 lanes, u32 x) { return ~__reduce_max_sync(lanes, ~x); }
 
 // ---- arithmetic
 DEV float __uint_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
@@ -210,14 +229,55 @@ DEV void mma8(float (&d)[4], u32 a, u32 b) {
     }
 }
 
+DEV float emu_half(u32 bits) {
+  const unsigned short low = bits;
+  _Float16 h;
+  memcpy(&h, &low, 2);
+  return h;
+}
+DEV u32 emu_to_half(float x) {
+  const _Float16 h = x;
+  unsigned short bits;
+  memcpy(&bits, &h, 2);
+  return bits;
+}
+DEV float emu_fp8(float x) {  // to the nearest e4m3, even where between two
+  const float size = fabsf(x) > 448.f ? 448.f : fabsf(x);
+  const float step = ldexpf(1.f, (size < 0x1p-6f ? -6 : ilogbf(size)) - 3);
+  return copysignf(nearbyintf(size / step) * step, x);
+}
+DEV u32 halves_of_fp8(float low, float high) { return emu_to_half(emu_fp8(high)) << 16 | emu_to_half(emu_fp8(low)); }
+DEV u32 multiply_halves(u32 a, u32 b) {
+  return emu_to_half(emu_half(a >> 16) * emu_half(b >> 16)) << 16 | emu_to_half(emu_half(a) * emu_half(b));
+}
+DEV void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u64 mine[3] = {(u64)a1 << 32 | a0, (u64)a3 << 32 | a2, (u64)b1 << 32 | b0};
+  u64 (*all)[4];
+  emu_meet_warp(mine, 3, &all);
+  const int g = emu_now->lane / 4, q = emu_now->lane % 4;
+  for (int row = 0; row < 2; row++)
+    for (int j = 0; j < 2; j++)
+      for (int k = 0; k < 4; k++)
+        for (int half = 0; half < 2; half++) {
+          const u32 x = all[4 * g + k][half] >> 32 * row, y = all[4 * (2 * q + j) + k][2] >> 32 * half;
+          d[2 * row + j] += emu_half(x) * emu_half(y) + emu_half(x >> 16) * emu_half(y >> 16);
+        }
+}
+
 // ---- memory
 template <class T> DEV T __ldg(const T* p) { return *p; }
+template <class T> DEV T __ldcg(const T* p) { return *p; }
 DEV uint4 load_constant(const void* p) { return *(const uint4*)p; }
 DEV uint4 load_stream(const void* p) { return *(const uint4*)p; }
 DEV uint4 load_shared(u32 address) {
   if (address % 16) { fprintf(stderr, "misaligned shared load\n"); abort(); }
   uint4 v;
   memcpy(&v, emu_resolve(address), 16);
+  return v;
+}
+DEV u32 load_shared_word(u32 address) {
+  u32 v;
+  memcpy(&v, emu_resolve(address), 4);
   return v;
 }
 DEV uint4 load_exchange(const void* p) { emu_yield(); return *(const uint4*)p; }
@@ -230,6 +290,7 @@ DEV void __threadfence() {}
 DEV void __nanosleep(int) { emu_yield(); }
 template <class T> DEV T atomicAdd(T* p, T x) { T old = *p; *p = old + x; return old; }
 template <class T> DEV T atomicMax(T* p, T x) { T old = *p; *p = x > old ? x : old; return old; }
+template <class T> DEV T atomicOr(T* p, T x) { T old = *p; *p = old | x; return old; }
 template <class T> DEV T atomicExch(T* p, T x) { T old = *p; *p = x; return old; }
 
 // A barrier: phase in bit 0, arrivals that are missing from bit 1, arrivals of a phase from bit 12, missing bytes from bit 32.
@@ -279,3 +340,9 @@ template <int COUNT> DEV void take_registers() {}
 template <int COUNT> DEV void give_registers() {}
 DEV void forget(int&) {}
 DEV long long clock_now() { static long long t = 0; return t += 10; }
+DEV u32 order_key(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+DEV void wait_for_earlier_kernel() {}
+DEV void let_next_kernel_start() {}

@@ -1,16 +1,21 @@
-// Routed experts of a mixture for at most 8 rows: router, first products (gate and up), second (down), weighted sum.
-// Four kernels under programmatic dependent launch. The first products start while the router runs and need nothing
-// from it but logits; the second fill their rings with weights before the first are done.
+// Routed experts of a mixture for at most 8 rows: router, products (gate and up, then down), weighted sum. Three kernels
+// under programmatic dependent launch. The products start while the router runs and need nothing from it but logits.
+//
+// One launch for all products, a block a multiprocessor. Weights come through a ring of pages, from the first tile of gate
+// and up to the last of down, without regard to what is waited for meanwhile. Activations go to other blocks as words that
+// carry the launch's tag, so blocks need no barrier between them.
 #include "experts.cuh"
 
 constexpr int ROUTER_EXPERTS = 4, ROUTER_THREADS = HIDDEN / 16, ROUTER_WARPS = ROUTER_THREADS / 32;
-constexpr int TEAM = 8, TEAMS = WARPS / TEAM;  // warps that share a tile of the first products, and split its inputs
-constexpr int FIRST_PAIRS = HIDDEN / (64 * TEAM), FIRST_TILES = INNER / 8;  // pairs of a warp; tiles of 8 activations
-constexpr int FIRST_CHUNKS = FIRST_PAIRS / FIRST_CHUNK;
-constexpr int SECOND_PAIRS = INNER / 64, SECOND_TILES = HIDDEN / 16;
-constexpr int SECOND_CHUNKS = SECOND_PAIRS / SECOND_CHUNK;
-static_assert(HIDDEN % (64 * TEAM) == 0 && INNER % 64 == 0 && ROUTER_THREADS % 32 == 0, "sizes");
-static_assert(FIRST_PAIRS % FIRST_CHUNK == 0 && SECOND_PAIRS % SECOND_CHUNK == 0, "chunks");
+// Gate and up: tiles of 8 and the 8 that belong to them; all warps share a tile and split its inputs.
+constexpr int FIRST_PAIRS = HIDDEN / (64 * WARPS), FIRST_TILES = INNER / 8, FIRST_PART = FIRST_PAIRS * PAIR_ALL;
+constexpr int PAGE_PARTS = 8, PARTS_PAGES = WARPS / PAGE_PARTS;  // parts of a page; pages of a tile
+// Down: a warp takes tiles of 16 outputs over all inputs.
+constexpr int SECOND_PAIRS = INNER / 64, SECOND_TILES = HIDDEN / 16, SECOND_TILE = SECOND_PAIRS * PAIR_ALL;
+constexpr int PAGE_TILES = 4, BATCH = 3;  // tiles of a page; pairs that a warp loads at a time
+constexpr int PAGE = PAGE_PARTS * FIRST_PART > PAGE_TILES * SECOND_TILE ? PAGE_PARTS * FIRST_PART : PAGE_TILES * SECOND_TILE;
+static_assert(PAGES * PAGE_TILES % WARPS == 0, "a warp fills the places that it has read");
+static_assert(HIDDEN % (64 * WARPS) == 0 && INNER % 64 == 0 && ROUTER_THREADS % 32 == 0, "sizes");
 
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const Params p) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -53,113 +58,189 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const
   }
 }
 
-struct FirstShared {
-  alignas(16) uint4 rows[HIDDEN / GROUP][32];
-  float parts[TEAMS][2][TEAM][16 * MAX_ROWS];
-  u32 most[WARPS][MAX_ROWS];
-  float units[MAX_ROWS];
-  Choice choice;
-  u64 barriers[WARPS][FIRST_DEPTH];
-};
-DEV void init_barriers(u64* barriers, int count) {
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < count; i++) barrier_init(shared_address(barriers + i), 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-}
-// All threads: groups of rows that load(group, x) gives, into shared memory as the matrix instructions take them.
-template <int GROUPS, class Load>
-DEV void quantise_rows(uint4 (*rows)[32], u32 (*most)[MAX_ROWS], float* units, Load load) {
-  constexpr int EACH = (GROUPS + WARPS - 1) / WARPS;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  uint4 x[EACH];
-  u32 powers[EACH], unit = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; i++)
-    if (warp + i * WARPS < GROUPS) {
-      float v[8];
-      load(warp + i * WARPS, v);
-      powers[i] = group_power(group_largest(v));
-      x[i] = rounded_half(v, powers[i]);
-      unit = max(unit, powers[i]);
-    }
-  if (lane % 4 == 0) most[warp][lane / 4] = unit;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) unit = max(unit, most[w][lane / 4]);
-#pragma unroll
-  for (int i = 0; i < EACH; i++)
-    if (warp + i * WARPS < GROUPS) rows[warp + i * WARPS][lane] = in_units(x[i], powers[i], unit);
-  if (warp == 0 && lane % 4 == 0) units[lane / 4] = power_value(unit);
-  __syncthreads();
-}
-// Sums a tile over the warps of a team, applies the activation: 8 rows x 8 values by 64 threads.
-DEV void activate(const Params& p, const float (*part)[16 * MAX_ROWS], int thread, int slot, int tile, float unit) {
-  const int row = thread / 8, j = thread % 8;
-  float gate = 0, up = 0;
-#pragma unroll
-  for (int w = 0; w < TEAM; w++) gate += part[w][j * MAX_ROWS + row], up += part[w][(j + 8) * MAX_ROWS + row];
-  gate = fminf(gate * (FP4_TO_HALF * unit), LIMIT);
-  up = fminf(fmaxf(up * (FP4_TO_HALF * unit), -LIMIT), LIMIT);
-  p.inner[((long long)slot * MAX_ROWS + row) * INNER + tile * 8 + j] = gate / (1.f + expf(-gate)) * up;
-}
-
-// A team takes tiles of 8 gates and 8 ups; its warps split the inputs.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_first(const Params p) {
-  extern __shared__ __align__(128) u8 memory[];
-  FirstShared& s = *(FirstShared*)memory;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, team = warp / TEAM, part = warp % TEAM;
-  init_barriers(&s.barriers[0][0], WARPS * FIRST_DEPTH);
-  quantise_rows<HIDDEN / GROUP>(s.rows, s.most, s.units, [&](int group, float(&x)[8]) {  // the router saw the rows, too
-    const int row = lane / 4;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (row < p.rows) v = *(const uint4*)(p.hidden + ((long long)row * HIDDEN + group * GROUP + lane % 4 * 8) * 2);
-    unpack_bf16(v, x);
-  });
-  wait_for_earlier_kernel();
-  choose(p, s.choice);
-  let_next_kernel_start();
-  const int count = s.choice.count * FIRST_TILES, self = blockIdx.x * TEAMS + team, teams = gridDim.x * TEAMS;
-  const int begin = (int)((long long)count * self / teams), end = (int)((long long)count * (self + 1) / teams);
-  const int* experts = s.choice.experts;
-  auto place = [&](int item) {
-    const long long tile = (long long)experts[item / FIRST_TILES] * FIRST_TILES + item % FIRST_TILES;
-    return p.first + (tile * TEAM + part) * (FIRST_PAIRS * PAIR_ALL);
+struct Shared {
+  union {
+    alignas(16) float parts[2][WARPS][16 * MAX_ROWS];        // gate and up
+    alignas(16) uint4 rows[2][SECOND_PAIRS * 2][32];         // down: a block's outputs come from at most two experts
   };
-  Ring<FIRST_CHUNK, FIRST_CHUNKS, FIRST_DEPTH> ring(
-      shared_address(memory + FIRST_RING) + warp * FIRST_DEPTH * FIRST_CHUNK * PAIR_ALL,
-      shared_address(s.barriers[warp]), begin, end);
-  ring.start(lane, place);
-  if (blockIdx.x == 0 && !p.listed && warp < p.rows && lane < TOP) {
-    p.chosen[warp * TOP + lane] = s.choice.chosen[warp][lane];
-    p.weights[warp * TOP + lane] = s.choice.weights[warp][lane];
-  }
-  const u32 rows = shared_address(s.rows[part * FIRST_PAIRS * 2]);
-#pragma unroll 1
-  for (int item = begin; item < end; item++) {
-    float sum[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int c = 0; c < FIRST_CHUNKS; c++) {
-      if (!ring.wait(p.spin_limit)) *p.error = 1;
-      multiply_chunk<FIRST_CHUNK>(sum, ring, rows + c * FIRST_CHUNK * 1024, lane, p.zero, place);
-    }
-    float* to = s.parts[team][item % 2][part] + lane / 4 * MAX_ROWS + lane % 4 * 2;
-    *(float2*)to = make_float2(sum[0], sum[1]);
-    *(float2*)(to + 8 * MAX_ROWS) = make_float2(sum[2], sum[3]);
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM * 32) : "memory");
-    const int mine = thread - team * TEAM * 32;
-    if (mine < 64) activate(p, s.parts[team][item % 2], mine, item / FIRST_TILES, item % FIRST_TILES, s.units[mine / 8]);
-  }
-}
-
-// Outputs of a block come from at most two experts.
-struct SecondShared {
-  alignas(16) uint4 rows[2][SECOND_PAIRS * 2][32];
-  u32 most[WARPS][MAX_ROWS];
+  u32 most[2][WARPS][MAX_ROWS];
   float units[2][MAX_ROWS];
   Choice choice;
-  u64 barriers[WARPS][SECOND_DEPTH];
+  u32 epoch;
+  u64 full[PAGES], tiles[PAGES * PAGE_TILES];  // barriers: pages of gate and up, tiles of down
 };
+// What a block does: tiles of gate and up, then of down, which even out what whole tiles of the former leave uneven.
+struct Work {
+  int first, first_end, second, second_end;
+};
+DEV int first_share(long long experts, long long block) { return (int)(experts * FIRST_TILES * block / gridDim.x); }
+DEV int second_share(long long experts, long long block) {
+  constexpr long long TILE = WARPS * FIRST_PAIRS;  // pairs of a tile of gate and up
+  const long long pairs = experts * SECOND_TILES * SECOND_PAIRS;
+  if (pairs < (TILE + 1) * gridDim.x) return (int)(experts * SECOND_TILES * block / gridDim.x);
+  return (int)(((experts * FIRST_TILES * TILE + pairs) * block / gridDim.x - first_share(experts, block) * TILE) /
+               SECOND_PAIRS);
+}
+DEV Work share_work(int experts) {
+  const int block = blockIdx.x;
+  return {first_share(experts, block), first_share(experts, block + 1), second_share(experts, block),
+          second_share(experts, block + 1)};
+}
+
+// The ring. Pages are numbered in the order in which they are filled: two for a tile of gate and up, then those of down.
+DEV u32 page_address(int number) { return shared_address(dynamic_shared() + RING) + number % PAGES * PAGE; }
+DEV void wait_for(const Params& p, u64* barrier, u32 phase, u32 stage) {
+  u32 polls = 0;
+  while (!barrier_done(shared_address(barrier), phase))
+    if (++polls > p.spin_limit) {
+      *p.error = stage;
+      break;
+    }
+}
+// One thread: the tile of down that is number `n` of this block, to its place. `nothing` is 0.
+DEV void copy_second(const Params& p, Shared& s, const Work& work, int n, u64 policy, u32 nothing) {
+  if (work.second + n >= work.second_end) return;
+  const int item = work.second + n, place = n % (PAGES * PAGE_TILES), before = (work.first_end - work.first) * PARTS_PAGES;
+  const long long tile = (long long)s.choice.experts[item / SECOND_TILES] * SECOND_TILES + item % SECOND_TILES;
+  const u32 barrier = shared_address(&s.tiles[place]);
+  barrier_expect(barrier, SECOND_TILE);
+  copy_bulk(page_address(before + n / PAGE_TILES) + place % PAGE_TILES * SECOND_TILE + nothing, p.second + tile * SECOND_TILE,
+            SECOND_TILE, barrier, policy);
+}
+// One thread fills a page for the first time, or again when a tile of gate and up is done with.
+DEV void fill_page(const Params& p, Shared& s, const Work& work, int number, u64 policy) {
+  const int before = (work.first_end - work.first) * PARTS_PAGES, item = work.first + number / PARTS_PAGES;
+  if (number >= before) {
+    if (p.phases > 1)
+      for (int i = 0; i < PAGE_TILES; i++) copy_second(p, s, work, (number - before) * PAGE_TILES + i, policy, 0);
+    return;
+  }
+  constexpr int BYTES = PAGE_PARTS * FIRST_PART;
+  const long long tile = (long long)s.choice.experts[item / FIRST_TILES] * FIRST_TILES + item % FIRST_TILES;
+  const u32 barrier = shared_address(&s.full[number % PAGES]);
+  barrier_expect(barrier, BYTES);
+  copy_bulk(page_address(number), p.first + (tile * PARTS_PAGES + number % PARTS_PAGES) * BYTES, BYTES, barrier, policy);
+}
+
+// A warp's share of the rows, which it keeps in registers, and what its sums are worth for rows 2q and 2q + 1.
+struct Rows {
+  uint4 x[2 * FIRST_PAIRS];
+  float even, odd;
+};
+DEV void load_rows(const Params& p, Rows& rows, int warp, int lane) {
+  const u32 unit = quantise_share<2 * FIRST_PAIRS>(rows.x, [&](int i, float(&v)[8]) {
+    uint4 w = make_uint4(0, 0, 0, 0);
+    const long long place = (long long)(lane / 4) * HIDDEN + (warp * 2 * FIRST_PAIRS + i) * GROUP + lane % 4 * 8;
+    if (lane / 4 < p.rows) w = *(const uint4*)(p.hidden + place * 2);
+    unpack_bf16(w, v);
+  });
+  rows.even = FP4_TO_HALF * power_value(__shfl_sync(~0u, unit, lane % 4 * 8));
+  rows.odd = FP4_TO_HALF * power_value(__shfl_sync(~0u, unit, lane % 4 * 8 + 4));
+}
+// One warp sums a tile over all warps, applies the activation and publishes. Lane: output lane / 2, four rows; outputs 8
+// to 15 are ups. Both halves of the warp take two rows each of what the other has loaded.
+DEV void activate(const Params& p, const float (*parts)[16 * MAX_ROWS], int lane, int item, u32 epoch) {
+  float v[4] = {0, 0, 0, 0}, other[4];
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    const float4 add = *(const float4*)(parts[w] + lane * 4);
+    v[0] += add.x, v[1] += add.y, v[2] += add.z, v[3] += add.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) other[i] = __shfl_xor_sync(~0u, v[i], 16);
+  const bool gates = lane < 16;
+  const int slot = item / FIRST_TILES, n = item % FIRST_TILES * 8 + lane % 16 / 2;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int row = lane % 2 * 4 + (gates ? i : 2 + i);
+    const float gate = fminf(gates ? v[i] : other[2 + i], LIMIT);
+    const float up = fminf(fmaxf(gates ? other[i] : v[2 + i], -LIMIT), LIMIT);
+    const long long place = ((long long)slot * MAX_ROWS + row) * INNER + n;
+    if (row < p.rows) store_exchange(p.inner + place * 8, __float_as_uint(gate / (1.f + expf(-gate)) * up), epoch);
+  }
+}
+DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work& work, int warp, int lane, u64 policy) {
+  const int items = work.first_end - work.first;
+#pragma unroll 1
+  for (int k = 0; k < items; k++) {
+    const int number = k * PARTS_PAGES + warp / PAGE_PARTS;
+    wait_for(p, &s.full[number % PAGES], number / PAGES & 1, 1);
+    const u32 part = page_address(number) + warp % PAGE_PARTS * FIRST_PART;
+    uint4 w[FIRST_PAIRS];
+    u32 scales[FIRST_PAIRS];
+#pragma unroll
+    for (int i = 0; i < FIRST_PAIRS; i++) {
+      scales[i] = load_shared_word(part + FIRST_PAIRS * PAIR_BYTES + i * PAIR_SCALES + lane / 4 * 4);
+      w[i] = load_shared(part + i * PAIR_BYTES + lane * 16);
+    }
+    float sum[4] = {0, 0, 0, 0};
+    multiply_pairs<FIRST_PAIRS>(sum, w, scales, FIRST_PAIRS, [&](int i) { return rows.x[i]; });
+    // Two buffers of partial sums in turn; the warps take turns in summing them, and in filling the pages that all have read.
+    const int buffer = k % 2, whole = 1 + buffer, summed = 3 + buffer;
+    if (k >= 2 && warp != (k - 2) % WARPS) named_sync(summed, THREADS);
+    float* to = s.parts[buffer][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2;
+    *(float2*)to = make_float2(sum[0] * rows.even, sum[1] * rows.odd);
+    *(float2*)(to + 8 * MAX_ROWS) = make_float2(sum[2] * rows.even, sum[3] * rows.odd);
+    if (warp == k % WARPS) {
+      named_sync(whole, THREADS);
+      if (lane < PARTS_PAGES) fill_page(p, s, work, k * PARTS_PAGES + PAGES + lane, policy);
+      __syncwarp();
+      activate(p, s.parts[buffer], lane, work.first + k, s.epoch);
+      if (k + 2 < items) named_arrive(summed, THREADS);
+    } else {
+      named_arrive(whole, THREADS);
+    }
+  }
+}
+
+// The activations of the experts of this block's outputs, as rows of matrix instructions. They come from other blocks.
+DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots, int warp, int lane) {
+  constexpr int GROUPS = INNER / GROUP, EACH = (2 * GROUPS + WARPS - 1) / WARPS;
+  const int row = lane / 4;
+  uint4 got[EACH][4], x[EACH];
+  u32 powers[EACH], polls = 0, unit0 = 0, unit1 = 0;
+  auto place = [&](int i, int j) {
+    const int u = i * WARPS + warp;
+    const long long at = ((long long)(first_slot + u / GROUPS) * MAX_ROWS + row) * INNER + u % GROUPS * GROUP + lane % 4 * 8;
+    return p.inner + (at + 2 * j) * 8;
+  };
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      got[i][j] = make_uint4(0, s.epoch, 0, s.epoch);
+      if (i * WARPS + warp < slots * GROUPS && row < p.rows) got[i][j] = load_exchange(place(i, j));
+    }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      while ((got[i][j].y != s.epoch || got[i][j].w != s.epoch) && polls <= p.spin_limit) {
+        if (++polls > p.spin_limit) *p.error = 3;
+        got[i][j] = load_exchange(place(i, j));
+      }
+      v[2 * j] = __uint_as_float(got[i][j].x), v[2 * j + 1] = __uint_as_float(got[i][j].z);
+    }
+    __syncwarp();
+    powers[i] = group_power(group_largest(v));
+    x[i] = rounded_half(v, powers[i]);
+    const int u = i * WARPS + warp;
+    if (u < GROUPS) unit0 = max(unit0, powers[i]);
+    if (u >= GROUPS && u < slots * GROUPS) unit1 = max(unit1, powers[i]);
+  }
+  if (lane % 4 == 0) s.most[0][warp][row] = unit0, s.most[1][warp][row] = unit1;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) unit0 = max(unit0, s.most[0][w][row]), unit1 = max(unit1, s.most[1][w][row]);
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int u = i * WARPS + warp;
+    if (u < slots * GROUPS) s.rows[u / GROUPS][u % GROUPS][lane] = in_units(x[i], powers[i], u < GROUPS ? unit0 : unit1);
+  }
+  if (warp == 0 && lane % 4 == 0) s.units[0][row] = power_value(unit0), s.units[1][row] = power_value(unit1);
+  __syncthreads();
+}
 // Where the outputs of an expert go for rows 2q and 2q + 1: row * TOP + place among the row's experts, or -1.
 DEV void find_places(const Params& p, const Choice& c, int expert, int lane, int (&place)[2]) {
 #pragma unroll
@@ -171,49 +252,38 @@ DEV void find_places(const Params& p, const Choice& c, int expert, int lane, int
         if (c.chosen[row][k] == expert) place[i] = row * TOP + k;
   }
 }
-// A warp takes tiles of 16 outputs over all inputs.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_second(const Params p) {
-  extern __shared__ __align__(128) u8 memory[];
-  SecondShared& s = *(SecondShared*)memory;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  init_barriers(&s.barriers[0][0], WARPS * SECOND_DEPTH);
-  choose(p, s.choice);  // the router was done before this kernel could start
-  const long long count = (long long)s.choice.count * SECOND_TILES, warps = gridDim.x * WARPS;
-  const int self = blockIdx.x * WARPS + warp;
-  const int begin = (int)(count * self / warps), end = (int)(count * (self + 1) / warps);
-  const int block_begin = (int)(count * blockIdx.x / gridDim.x), block_end = (int)(count * (blockIdx.x + 1) / gridDim.x);
-  auto place = [&](int item) {
-    const long long tile = (long long)s.choice.experts[item / SECOND_TILES] * SECOND_TILES + item % SECOND_TILES;
-    return p.second + tile * (SECOND_PAIRS * PAIR_ALL);
-  };
-  Ring<SECOND_CHUNK, SECOND_CHUNKS, SECOND_DEPTH> ring(
-      shared_address(memory + SECOND_RING) + warp * SECOND_DEPTH * SECOND_CHUNK * PAIR_ALL,
-      shared_address(s.barriers[warp]), begin, end);
-  ring.start(lane, place);
-  wait_for_earlier_kernel();
-  let_next_kernel_start();
-  const int first_slot = block_begin / SECOND_TILES;
-  const int slots = block_begin < block_end ? (block_end - 1) / SECOND_TILES - first_slot + 1 : 0;
-  for (int i = 0; i < slots; i++)
-    quantise_rows<SECOND_PAIRS * 2>(s.rows[i], s.most, s.units[i], [&](int group, float(&x)[8]) {
-      const long long row = (long long)(first_slot + i) * MAX_ROWS + lane / 4;
-      const float4* from = (const float4*)(p.inner + row * INNER + group * GROUP + lane % 4 * 8);
-      const float4 a = __ldcg(from), b = __ldcg(from + 1);
-      x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-    });
+DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first_slot, int warp, int lane, u64 policy) {
+  const int before = (work.first_end - work.first) * PARTS_PAGES;
   int slot = -1, goes[2] = {-1, -1};
 #pragma unroll 1
-  for (int item = begin; item < end; item++) {
+  for (int n = warp; work.second + n < work.second_end; n += WARPS) {
+    const int item = work.second + n, place = n % (PAGES * PAGE_TILES);
     if (item / SECOND_TILES != slot) {
       slot = item / SECOND_TILES;
       find_places(p, s.choice, s.choice.experts[slot], lane, goes);
     }
     const int which = slot - first_slot;
+    const u32 rows = shared_address(s.rows[which]) + lane * 16;
+    wait_for(p, &s.tiles[place], n / (PAGES * PAGE_TILES) & 1, 2);
+    const u32 tile = page_address(before + n / PAGE_TILES) + place % PAGE_TILES * SECOND_TILE;
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int c = 0; c < SECOND_CHUNKS; c++) {
-      if (!ring.wait(p.spin_limit)) *p.error = 2;
-      multiply_chunk<SECOND_CHUNK>(sum, ring, shared_address(s.rows[which][c * SECOND_CHUNK * 2]), lane, p.zero, place);
+    for (int from = 0; from < SECOND_PAIRS; from += BATCH) {
+      uint4 w[BATCH];
+      u32 scales[BATCH];
+      const int count = SECOND_PAIRS - from < BATCH ? SECOND_PAIRS - from : BATCH;
+#pragma unroll
+      for (int i = 0; i < BATCH; i++)
+        if (i < count) {
+          scales[i] = load_shared_word(tile + SECOND_PAIRS * PAIR_BYTES + (from + i) * PAIR_SCALES + lane / 4 * 4);
+          w[i] = load_shared(tile + (from + i) * PAIR_BYTES + lane * 16);
+        }
+      if (from + BATCH >= SECOND_PAIRS) {
+        // Loads return in their order: a copy whose address is made from the last of them cannot overtake any.
+        __syncwarp();
+        if (lane == 0) copy_second(p, s, work, n + PAGES * PAGE_TILES, policy, w[count - 1].w & p.zero);
+      }
+      multiply_pairs<BATCH>(sum, w, scales, count, [&](int i) { return load_shared(rows + (2 * from + i) * 512); });
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -224,6 +294,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_second(const Pa
         to[8] = sum[i + 2] * unit;
       }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const Params p) {
+  Shared& s = *(Shared*)dynamic_shared();
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  if (thread == 0) {
+    for (int i = 0; i < PAGES; i++) barrier_init(shared_address(&s.full[i]), 1);
+    for (int i = 0; i < PAGES * PAGE_TILES; i++) barrier_init(shared_address(&s.tiles[i]), 1);
+    barriers_ready();
+  }
+  Rows rows;
+  if (!p.listed) load_rows(p, rows, warp, lane);  // the router has them, too
+  wait_for_earlier_kernel();
+  if (thread == 0) s.epoch = ++p.epochs[blockIdx.x];
+  choose(p, s.choice);
+  let_next_kernel_start();
+  const Work work = share_work(s.choice.count);
+  const u64 policy = read_once_policy();
+  if (warp < PAGES && lane == 0) fill_page(p, s, work, warp, policy);
+  if (blockIdx.x == 0 && !p.listed && warp < p.rows && lane < TOP) {
+    p.chosen[warp * TOP + lane] = s.choice.chosen[warp][lane];
+    p.weights[warp * TOP + lane] = s.choice.weights[warp][lane];
+  }
+  __syncwarp();
+  if (p.listed) load_rows(p, rows, warp, lane);  // after the weights are on their way
+  multiply_first(p, s, rows, work, warp, lane, policy);
+  if (p.phases < 2 || work.second == work.second_end) return;
+  __syncthreads();  // partial sums are no longer read: rows take their place
+  const int first_slot = work.second / SECOND_TILES, slots = (work.second_end - 1) / SECOND_TILES - first_slot + 1;
+  take_activations(p, s, first_slot, slots, warp, lane);
+  multiply_second(p, s, work, first_slot, warp, lane, policy);
 }
 
 // Sums in the order of the choices.

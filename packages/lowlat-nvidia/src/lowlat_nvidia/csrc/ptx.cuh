@@ -45,6 +45,11 @@ DEV uint4 load_shared(u32 address) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
 }
+DEV u32 load_shared_word(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 DEV void store_shared(u32 address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -63,6 +68,9 @@ DEV u32 load_exchange_word(const void* p) {
 }
 DEV void store_exchange(void* p, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEV void store_exchange(void* p, u32 v, u32 w) {  // eight bytes at once
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"((u64)w << 32 | v) : "memory");
 }
 
 DEV void barrier_init(u32 barrier, u32 arrivals) {
@@ -154,4 +162,31 @@ DEV long long clock_now() {
   long long t;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
   return t;
+}
+// Barriers by number, for some of a block's threads.
+DEV void named_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+DEV void named_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+// Between kernels under programmatic dependent launch.
+DEV void wait_for_earlier_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEV void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// d += A b for 16 outputs, 16 inputs, 8 rows. (Matrix instructions on FP8 from registers are conversions to float16 and
+// this one on Hopper, and the conversions are slow.)
+DEV void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Pairs of float16, the low half first: products, and what e4m3 makes of two floats.
+DEV u32 multiply_halves(u32 a, u32 b) {
+  u32 c;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+DEV u32 halves_of_fp8(float low, float high) {
+  unsigned short fp8;
+  u32 halves;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(fp8) : "f"(high), "f"(low));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(fp8));
+  return halves;
 }

@@ -1,20 +1,9 @@
 // Products of quantised weights for at most 8 rows, which are the 8 columns of the matrix instructions: rows quantised to
-// FP8 by groups, as float16 operands; waiting between kernels under programmatic dependent launch.
+// FP8 by groups, as float16 operands.
 #pragma once
 #include "ptx.cuh"
 
 constexpr int MAX_ROWS = 8, GROUP = 32;  // a group: inputs that share a scale
-
-DEV void wait_for_earlier_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEV void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// d += A b for 16 outputs, 16 inputs, 8 rows. (Matrix instructions on FP8 from registers are conversions to float16 and
-// this one on Hopper, and the conversions are slow.)
-DEV void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // Four e4m3 as two pairs of float16 of 2^-8 of their values: the bytes 1 and 3 of `w`, then 0 and 2 (formats.py packs so).
 constexpr float FP8_TO_HALF = 256.f;
@@ -45,17 +34,8 @@ DEV uint4 rounded_half(const float (&x)[8], u32 power) {
   const float inverse = __uint_as_float((254 - power) << 23);
   u32 out[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    unsigned short fp8;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(fp8) : "f"(x[2 * i + 1] * inverse), "f"(x[2 * i] * inverse));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out[i]) : "h"(fp8));
-  }
+  for (int i = 0; i < 4; i++) out[i] = halves_of_fp8(x[2 * i] * inverse, x[2 * i + 1] * inverse);
   return make_uint4(out[0], out[1], out[2], out[3]);
-}
-DEV u32 multiply_halves(u32 a, u32 b) {
-  u32 c;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
 }
 DEV uint4 in_units(uint4 x, u32 power, u32 unit) {
   const u32 down = unit - power;

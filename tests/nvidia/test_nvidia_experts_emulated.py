@@ -1,0 +1,60 @@
+"""The products of routed experts, their own sources on a CPU: finds wrong indices, missing waits and deadlocks."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from emulator import machine
+
+from lowlat_nvidia.deepseek_v4 import experts, experts_reference
+from lowlat_nvidia.deepseek_v4.experts_plan import ExpertsPlan
+
+pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x86-64")
+PLAN = ExpertsPlan(hidden=1024, inner=64, experts=32, top=2, multiprocessors=22)
+
+
+class EmulatedProducts:
+    """Stands in for `jit.Function`."""
+
+    def __init__(self, library: Path, name: str, shared_bytes: int) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.emu_run.restype = ctypes.c_bool
+        self.name, self.shared, self.seed = name, shared_bytes, 0
+
+    def launch_early(
+        self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
+    ) -> None:
+        assert self.name == "experts_products"
+        self.seed += 1
+        assert self.library.emu_run(ctypes.byref(parameters), blocks, threads, 1, self.shared, self.seed)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["chosen by the kernel", "given"])
+def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    library = machine.build(PLAN.definitions(), tmp_path, kernel=("experts.cu", "experts_products"))
+    monkeypatch.setattr(experts, "compile_cubin", lambda name, definitions: (b"", ""))
+    monkeypatch.setattr(experts, "Function", lambda cubin, name, shared: EmulatedProducts(library, name, shared))
+    weights = experts_reference.random_experts(PLAN.experts, PLAN.hidden, PLAN.inner, "cpu")
+    gate = (torch.randn(PLAN.experts, PLAN.hidden) / PLAN.hidden**0.5).bfloat16()
+    mixture = experts.RoutedExperts(PLAN, gate, torch.randn(PLAN.experts) * 0.1, weights)
+    for rows in (7, 1):
+        x = torch.randn(rows, PLAN.hidden).bfloat16()
+        mixture.logits_RE[:rows] = x.float() @ gate.float().T
+        chosen, shares = experts_reference.choose(mixture.logits_RE[:rows], mixture.bias, PLAN.top, PLAN.scaling)
+        listed = None
+        if given:
+            distinct = chosen.unique()
+            listed = torch.zeros(1 + 8 * PLAN.top, dtype=torch.int32)
+            listed[0], listed[1 : 1 + len(distinct)] = len(distinct), distinct
+            mixture.chosen_RT[:rows] = chosen
+        mixture.parts.fill_(float("nan"))
+        mixture.products(mixture.parameters(x, listed), 1)
+        mixture.check()
+        assert torch.equal(mixture.chosen_RT[:rows].long(), chosen)
+        out = (mixture.parts[:rows] * shares[..., None]).sum(1)
+        expected = experts_reference.routed(x, weights, chosen, shares, PLAN.limit)
+        assert ((out - expected).norm() / expected.norm()).item() < 4e-3
