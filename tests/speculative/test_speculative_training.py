@@ -19,6 +19,7 @@ from lowlat.layers.step import Segment, StepInputs
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.offline import Engine
 from lowlat.speculative import int8_linear
+from lowlat.speculative.device_draft import SHARPNESS
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import load_draft
 from lowlat.speculative.proposer import DraftRequest
@@ -133,6 +134,30 @@ def sessions(folder: Path, count: int) -> None:
         (folder / f"s{number}.jsonl").write_text("\n".join(lines))
 
 
+@pytest.mark.parametrize("accepting", [0.0, 0.6, 1.0])
+def test_the_slope_is_that_of_the_loss(target: Target, accepting: float):
+    """Against the loss written plainly, whose slope PyTorch finds."""
+    network = random_network(draft_config("dspark"), seed=8)
+    written = written_by(target, temperature=0.8)
+    found = blocks(network, target, written, torch.tensor([[8, 11, 14], [9, 10, 15], [8, 12, 18]]))
+    found = found._replace(temperature_Q=torch.tensor([0.0, 0.8, 1.2]).repeat(3), confidence_QP=None)
+    scores = (3 * found.scores_QPV).detach().requires_grad_()
+    target_QPV = (3 * found.target_QPV).requires_grad_(False)
+    found = found._replace(scores_QPV=scores, target_QPV=target_QPV)
+    assert not found.known_QP.all()
+    got = loss_of(found, found.right(), accepting=accepting)
+    (slope,) = torch.autograd.grad(got, scores)
+    tau = found.temperature_Q.clamp(min=0.4)[:, None, None]
+    weights = torch.exp(-torch.arange(scores.shape[1]) / 3) * found.known_QP
+    cross = -((target_QPV / tau).softmax(-1) * (scores / tau).log_softmax(-1)).sum(-1) * tau[..., 0]
+    its = (target_QPV / found.temperature_Q.clamp(min=0.1)[:, None, None]).softmax(-1)
+    alike = torch.minimum((scores * SHARPNESS / tau).softmax(-1), its).sum(-1)
+    accepted = (alike * found.known_QP).cumprod(1).sum(1).mean()
+    loss = (1 - accepting) * (cross * weights).sum() / weights.sum() - accepting * accepted
+    torch.testing.assert_close(got, loss)
+    torch.testing.assert_close(slope, torch.autograd.grad(loss, scores)[0], atol=1e-5, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_a_draft_learns_and_serves(folder: Path, tmp_path: Path, kind: str):
     """A few steps: the loss falls, acceptance is measured on text that was held out, and the engine accepts guesses."""
@@ -154,6 +179,11 @@ def test_a_draft_learns_and_serves(folder: Path, tmp_path: Path, kind: str):
     losses = [float(line.split("loss ")[1].split()[0]) for line in result.output.splitlines() if "loss" in line]
     assert losses[-1] < losses[0] - 0.1, losses
     assert (output / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    again = flags.replace("--steps 60", "--steps 6 --cooling 0.5 --accepting 0.5").replace("--int8", "").split()
+    result = CliRunner().invoke(main.app, [*command, *again, "--start", str(output)])
+    assert result.exit_code == 0, result.output
+    first = float(result.output.split("loss ")[1].split()[0])
+    assert first < losses[0] - 0.1, "it goes on where the other ended"
     config, weights = load_draft(output)
     assert config.kind == kind
     assert config.target_layer_ids == (0, 1)

@@ -70,6 +70,16 @@ def train_draft(
     ] = 0,
     window: Annotated[int, typer.Option("--window", min=0, help="Tokens before a block that it sees. 0: all.")] = 0,
     learning_rate: Annotated[float, typer.Option("--learning-rate", min=0, help="Highest learning rate.")] = 1e-3,
+    cooling: Annotated[
+        float, typer.Option("--cooling", min=0.01, max=1, help="Last part of the time, in which the rate falls.")
+    ] = 1.0,
+    accepting: Annotated[
+        float,
+        typer.Option("--accepting", min=0, max=1, help="Part of the loss then that is acceptance itself."),
+    ] = 0.0,
+    start: Annotated[
+        Path | None, typer.Option("--start", help="Folder of an earlier draft of the same shape, to go on from.")
+    ] = None,
     measured: Annotated[int, typer.Option("--measured", min=1, help="Held-out sequences for each temperature.")] = 48,
     int8: Annotated[bool, typer.Option("--int8", help="Store matrices as int8 with a scale a row.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Makes training repeatable.")] = 0,
@@ -108,6 +118,9 @@ def train_draft(
         vocabulary=vocabulary,
         window=window,
         learning_rate=learning_rate,
+        cooling=cooling,
+        accepting=accepting,
+        start=None if start is None else str(start),
         device=device,
         seed=seed,
         int8=int8,

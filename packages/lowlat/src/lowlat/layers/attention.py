@@ -82,6 +82,11 @@ def _even(
     """Every request at once, over views of the pools: first rows of an empty context, or one row each."""
     rows, heads, dim = q_RND.shape
     each, kv_heads = rows // group.requests, keys_SKD.shape[1]
+    if group.length_1 is not None:
+        from lowlat.layers.triton.even import even_attention
+
+        scale = 1 / math.sqrt(dim) if rule.scale is None else rule.scale
+        return even_attention(q_RND, keys_SKD, values_SKD, group.length_1, group.room, scale).view(rows, heads * dim)
     keys_BKLD, values_BKLD = (
         pool[: group.requests * group.room]
         .view(group.requests, group.room, kv_heads, dim)[:, : group.length]

@@ -52,6 +52,8 @@ class EvenGroup(msgspec.Struct):
     requests: int
     length: int
     room: int
+    length_1: torch.Tensor | None = None
+    """On a GPU, for steps of one row each: `length` where a captured graph reads it, in place of the number."""
 
 
 class KeySpan(msgspec.Struct):

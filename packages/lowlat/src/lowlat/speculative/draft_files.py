@@ -189,3 +189,11 @@ def load_draft(folder: Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
         if f"{name}_columns" in stored:
             weights[name] *= stored[f"{name}_columns"].float()
     return from_json(data), weights
+
+
+def load_factors(folder: Path) -> torch.Tensor:
+    """By which a stored draft's features are multiplied. Raises `DraftFileError`."""
+    factors_X = load_file(folder / "model.safetensors").get("fc.weight_columns")
+    if factors_X is None:
+        raise DraftFileError(f"{folder} has no fc.weight_columns: lowlat train-draft did not write it")
+    return factors_X.float()

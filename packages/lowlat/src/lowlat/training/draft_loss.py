@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from lowlat.speculative.device_draft import SHARPNESS
 from lowlat.speculative.draft_heads import edge_scores
 from lowlat.speculative.draft_network import Attend, DraftNetwork, capped
 from lowlat.training.target import Target, Written
@@ -23,6 +24,10 @@ _CONFIDENCE = 0.2
 """Weight of the confidence head's loss."""
 _SHARPEST = 0.4
 """Least temperature at which draft and target are compared; greedy answers too are learnt at this one."""
+_GREEDY = 0.1
+"""Temperature at which the target's choice counts as greedy, where acceptance is the aim."""
+_LEAST_OVERLAP = 1e-3
+"""Of distributions, where one divides by it."""
 
 
 class Blocks(NamedTuple):
@@ -52,7 +57,7 @@ class Blocks(NamedTuple):
         many-th block."""
         wanted_QP, warm_Q11 = self.wanted_QP[::every], self.temperature_Q[::every, None, None]
         heat_Q11 = warm_Q11.clamp(min=1e-3)
-        scores_QPV = self.scores_QPV[::every].float() / heat_Q11
+        scores_QPV = self.scores_QPV[::every].float() * (SHARPNESS / heat_Q11)
         noise_QPV = _noise(self.target_QPV[::every].float() / heat_Q11, wanted_QP)
         guesses_QP = (scores_QPV + noise_QPV * (warm_Q11 > 0)).argmax(-1)
         return (guesses_QP == wanted_QP).cumprod(-1).bool()
@@ -86,7 +91,8 @@ def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: 
     confidence_QP = unary_QPV = None
     if config.kind == "dspark":
         before_QPE = network.markov_embed(before_QP)
-        logits_QPV = logits_QPV + network.markov_head(before_QPE)
+        biased = (logits_QPV.flatten(0, 1), before_QPE.flatten(0, 1).to(logits_QPV.dtype))
+        logits_QPV = torch.addmm(*biased, network.markov_head.weight.t().to(logits_QPV.dtype)).view_as(logits_QPV)
         joined = torch.cat([h_QPH.detach(), before_QPE.detach().to(h_QPH.dtype)], -1)
         confidence_QP = network.confidence_head(joined)[..., 0]
     if config.kind == "dflash2":
@@ -109,18 +115,20 @@ def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: 
     )
 
 
-def loss_of(found: Blocks, right_QP: torch.Tensor, every: int = 1) -> torch.Tensor:
+def loss_of(found: Blocks, right_QP: torch.Tensor, every: int = 1, accepting: float = 0.0) -> torch.Tensor:
     """How far the draft's distributions are from the target's, fading along the block, and the confidence head's loss.
 
-    `right_QP`: `Blocks.right(every)`; it teaches confidence.
+    `right_QP`: `Blocks.right(every)`; it teaches confidence. `accepting`: from 0 to 1, how much of the loss is in place
+    of that distance the number of tokens that would be accepted, as rejection sampling accepts them. `found.scores_QPV`
+    is of no use afterwards: the slope takes its place.
     """
     places = torch.arange(found.wanted_QP.shape[1], device=found.wanted_QP.device)
     guessable_QP = found.wanted_QP < found.scores_QPV.shape[-1]
     weights_QP = torch.exp(-places / _FADING) * (found.known_QP & guessable_QP)
     weights_QP = weights_QP / weights_QP.sum().clamp(min=1e-6)
-    tau_Q11 = found.temperature_Q.clamp(min=_SHARPEST)[:, None, None]
     compared_QPV = found.scores_QPV if found.unary_QPV is None else found.unary_QPV
-    loss: torch.Tensor = _Distance.apply(compared_QPV, found.target_QPV, weights_QP, tau_Q11)  # type: ignore[no-untyped-call]
+    aim = (weights_QP, found.temperature_Q, accepting)
+    loss: torch.Tensor = _Objective.apply(compared_QPV, found.target_QPV, *aim)  # type: ignore[no-untyped-call]
     if found.unary_QPV is not None:
         chosen_QP = found.scores_QPV.gather(2, found.wanted_QP[..., None])[..., 0] > _NEVER
         # What is no candidate counts as the worst of them, and teaches the logits alone.
@@ -149,32 +157,54 @@ def _noise(target_QPV: torch.Tensor, chosen_QP: torch.Tensor) -> torch.Tensor:
     return sums_QPV.scatter(-1, place_QP1, top_QP1) - logits_QPV
 
 
-class _Distance(torch.autograd.Function):
-    """Weighted sum of cross entropies of the target's distributions and the draft's, both at temperature tau. Times
-    tau, so that gradients of all temperatures are alike in size.
+class _Objective(torch.autograd.Function):
+    """Cross entropies of the target's distributions and the draft's, both at temperature tau and times tau, so that
+    gradients of all temperatures are alike in size; less the tokens that would be accepted.
 
-    Vocabularies are large, so everything that is as large as the logits is computed once, and kept once.
+    Vocabularies are large: the slope is computed with the loss, and takes the scores' place.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, scores_QPV: torch.Tensor, target_QPV: torch.Tensor, weights_QP: torch.Tensor, tau_Q11: torch.Tensor
+        ctx: Any,
+        scores_QPV: torch.Tensor,
+        target_QPV: torch.Tensor,
+        weights_QP: torch.Tensor,
+        temperature_Q: torch.Tensor,
+        accepting: float,
     ) -> torch.Tensor:
-        tau_Q11 = tau_Q11.to(scores_QPV.dtype)
-        scaled_QPV = scores_QPV / tau_Q11
-        wanted_QPV = (target_QPV / tau_Q11).softmax(-1)
-        best_QP, likeliest_QP = scaled_QPV.max(-1)
-        found_QPV = scaled_QPV.softmax(-1)
-        chance_QP = found_QPV.gather(-1, likeliest_QP[..., None])[..., 0]
-        total_QP = best_QP.float() - chance_QP.float().log()
-        mean_QP = torch.einsum("qpv,qpv->qp", wanted_QPV, scaled_QPV).float()
-        ctx.save_for_backward(found_QPV.sub_(wanted_QPV).mul_(weights_QP.to(found_QPV.dtype)[..., None]))
-        return ((total_QP - mean_QP) * weights_QP * tau_Q11[..., 0]).sum()
+        tau_Q = temperature_Q.clamp(min=_SHARPEST)
+        heats_QC = torch.stack([1 / tau_Q, SHARPNESS / tau_Q, 1 / temperature_Q.clamp(min=_GREEDY)], 1).float()
+        heats_RC = heats_QC.repeat_interleave(weights_QP.shape[1], 0)
+        scores_RV, target_RV = scores_QPV.detach().flatten(0, 1), target_QPV.flatten(0, 1)
+        kernels = _kernels(scores_QPV.device)
+        found_RC = kernels.likeness(scores_RV, target_RV, heats_RC)
+        overlap_QP = found_RC[:, 1].view_as(weights_QP)
+        distance_QP = found_RC[:, 0].view_as(weights_QP) * tau_Q[:, None]
+        reached_QP = (overlap_QP * (weights_QP > 0)).cumprod(1)
+        # Sum over prefixes of the chance that all of it is accepted, and its slope in each overlap.
+        later_QP = reached_QP.flip(1).cumsum(1).flip(1) / overlap_QP.clamp(min=_LEAST_OVERLAP)
+        each = accepting / len(reached_QP)
+        weights_RC = torch.stack([(1 - accepting) * weights_QP, each * later_QP], -1).flatten(0, 1).float()
+        slope_RV = kernels.slope_(scores_RV, target_RV, heats_RC, found_RC, weights_RC.contiguous())
+        ctx.save_for_backward(slope_RV.view_as(scores_QPV))
+        loss: torch.Tensor = (1 - accepting) * (distance_QP * weights_QP).sum() - each * reached_QP.sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (found_QPV,) = ctx.saved_tensors
-        return found_QPV.mul_(gradient.to(found_QPV.dtype)), None, None, None
+        (slope_QPV,) = ctx.saved_tensors
+        return slope_QPV, None, None, None, None  # the loss is a sum that this is part of: the gradient is 1
+
+
+def _kernels(device: torch.device) -> Any:
+    if device.type == "cuda":
+        from lowlat.layers.triton import overlap
+
+        return overlap
+    from lowlat.training import overlap as plain
+
+    return plain
 
 
 def _attend(

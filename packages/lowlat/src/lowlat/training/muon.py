@@ -18,7 +18,8 @@ class Muon:
     """For matrices between states. Steps are as long as AdamW's at the same learning rate (Liu et al. 2025)."""
 
     def __init__(self, weights: Iterable[torch.Tensor], *, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
-        self.rate = 0.0
+        self.rate: float | torch.Tensor = 0.0
+        """A tensor of one number where a graph shall read it."""
         self._momentum, self._decay = momentum, weight_decay
         by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
         for weight in weights:
@@ -35,7 +36,7 @@ class Muon:
             length = 0.2 * max(average_MOI.shape[1:]) ** 0.5
             updates_MOI = orthogonal(ahead_MOI)
             for weight, update_OI in zip(weights, updates_MOI, strict=True):
-                weight.mul_(1 - self.rate * self._decay).add_(update_OI, alpha=-self.rate * length)
+                weight.mul_(1 - self.rate * self._decay).sub_(update_OI * (self.rate * length))
 
 
 def orthogonal(x_MOI: torch.Tensor) -> torch.Tensor:

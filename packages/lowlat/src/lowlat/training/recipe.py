@@ -47,6 +47,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     """Tokens before a block that the draft sees; 0: all."""
     learning_rate: float = 1e-3
+    cooling: float = 1.0
+    """Part of the training, at its end, in which the learning rate falls."""
+    accepting: float = 0.0
+    """In that part, how much of the loss is the number of accepted tokens itself, from 0 to 1."""
+    start: str | None = None
+    """Folder of an earlier draft of the same shape, from whose weights training goes on."""
     device: str = "auto"
     seed: int = 0
     int8: bool = False

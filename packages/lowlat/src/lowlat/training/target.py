@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.cache.layout import KVPool
-from lowlat.layers.step import EvenGroup, StepInputs
 from lowlat.models.base import BuildContext
 from lowlat.models.config import UnsupportedModelError
-from lowlat.models.decoder import Decoder, Taps
+from lowlat.models.decoder import Decoder
 from lowlat.models.loading.checkpoint import Checkpoint
 from lowlat.models.registry import build_model
 from lowlat.parallel.group import SingleRank
 from lowlat.platform.base import PackedLinear
+from lowlat.training.writing import Steps
 
 
 class TorchPlatform:
@@ -83,6 +83,8 @@ class Target:
         self.model, self.device, self.dtype = model, device, dtype
         self.config = model.config
         self._head_of: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pool: tuple[int, KVPool] | None = None
+        self._steps: dict[tuple[int, int, tuple[int, ...]], Steps] = {}
         tied = model.config.tie_word_embeddings
         self._head_VH = model.embedding_VH if tied else checkpoint.tensor("lm_head.weight", dtype).to(device)
 
@@ -117,54 +119,45 @@ class Target:
         sequences, prompt = len(prompts), len(prompts[0])
         room = prompt + count
         skipped = 0 if kept is None else max(0, prompt - kept)
-        pool = KVPool(self.model.kv_layout(sequences * room, 1), self.device)
-        tapped: list[torch.Tensor] = []
-
-        def take(features_RX: torch.Tensor, step: StepInputs) -> None:
-            features_STX = features_RX.view(sequences, -1, features_RX.shape[-1])
-            tapped.append(features_STX[:, skipped:].clone() if not tapped else features_STX)
-
-        self.model.taps = Taps(layers, take)
+        pool = self._pool_of(sequences * room)
         tokens_ST = torch.empty(sequences, room, dtype=torch.int64, device=self.device)
         tokens_ST[:, :prompt] = torch.tensor(prompts).to(self.device)
-        places_T = torch.arange(room, device=self.device)
-        slots_ST = torch.arange(sequences, device=self.device)[:, None] * room + places_T
-        samples_S = torch.arange(sequences, device=self.device)
-        last: list[torch.Tensor] = []
+        known = (sequences, room - skipped - 1)
+        features_STX = torch.empty(*known, len(layers) * self.config.hidden_size, dtype=self.dtype, device=self.device)
+        last_STH = torch.empty(*known, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        steps = self._steps_of((sequences, room, layers), pool, generator)
         for length in range(prompt, room):
             rows = slice(0 if length == prompt else length - 1, length)
-            step = StepInputs(
-                tokens_R=tokens_ST[:, rows].flatten(),
-                positions_R=places_T[rows].repeat(sequences),
-                write_slots=slots_ST[:, rows].flatten(),
-                real_rows=sequences * (rows.stop - rows.start),
-                segments=[],
-                decodes=[],
-                sample_rows=samples_S,
-                even=EvenGroup(sequences, length, room),
-            )
-            x_STH = self.model.states(step, pool).view(sequences, -1, self.config.hidden_size)
-            last.append(x_STH if last else x_STH[:, skipped:].clone())
-            x_SH = x_STH[:, -1]
-            tokens_ST[:, length] = _draw(self.model.logits(x_SH), temperature, generator)
-        self.model.taps = None
+            features_SYX, x_SYH, chosen_S = steps.run(tokens_ST[:, rows], rows.start, temperature)
+            first = skipped if length == prompt else 0
+            here = slice(rows.start + first - skipped, rows.stop - skipped)
+            features_STX[:, here], last_STH[:, here] = features_SYX[:, first:], x_SYH[:, first:]
+            tokens_ST[:, length] = chosen_S
         ended_ST = torch.zeros_like(tokens_ST, dtype=torch.bool)
         for end in ends:
             ended_ST |= tokens_ST == end
         ended_ST[:, :prompt] = False
         valid_ST = ended_ST.long().cumsum(1) - ended_ST.long() == 0
-        last_STH = torch.cat(last, 1)
         return Written(
             tokens_ST[:, skipped:].contiguous(),
-            torch.cat(tapped, 1),
+            features_STX,
             valid_ST[:, skipped:].contiguous(),
             F.rms_norm(last_STH, last_STH.shape[-1:], self.model.norm_H, self.config.rms_norm_eps),
             torch.full((sequences,), temperature, device=self.device),
             prompt - skipped,
         )
 
+    def _pool_of(self, slots: int) -> KVPool:
+        """Keys and values of at least so many tokens."""
+        if self._pool is None or self._pool[0] < slots:
+            self._pool = None  # before there is another
+            self._steps.clear()
+            self._pool = (slots, KVPool(self.model.kv_layout(slots, 1), self.device))
+        return self._pool[1]
 
-def _draw(logits_SV: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    if temperature <= 0:
-        return logits_SV.argmax(-1)
-    return torch.multinomial((logits_SV / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    def _steps_of(self, shape: tuple[int, int, tuple[int, ...]], pool: KVPool, generator: torch.Generator) -> Steps:
+        sequences, room, layers = shape
+        if shape not in self._steps:
+            self._steps[shape] = Steps(self.model, pool, layers, sequences, room)
+        self._steps[shape].generator = generator
+        return self._steps[shape]

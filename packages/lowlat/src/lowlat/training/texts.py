@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 import torch
@@ -71,6 +72,21 @@ def conversations(file: Path) -> list[str]:
     return found
 
 
+Part = TypeVar("Part", bound=Sequence[object])
+
+
+class ByLength(Generic[Part]):
+    """Sequences that are drawn as often as they are long."""
+
+    def __init__(self, of: list[Part]) -> None:
+        self.of = of
+        self._ends = list(accumulate(map(len, of)))
+
+    def draw(self, random: random.Random) -> Part:
+        """One of them."""
+        return random.choices(self.of, cum_weights=self._ends)[0]
+
+
 class Prompts:
     """Draws prompts from sessions and texts, for ever."""
 
@@ -85,7 +101,8 @@ class Prompts:
         anywhere: bool = False,
     ) -> None:
         """`longest`: most tokens of a prompt. `anywhere`: half the prompts end within a session, not at the end of a
-        turn: so a model that answers the same prompt in the same way has more to say. Raises `TextError` where no file
+        turn: so a model that answers the same prompt in the same way has more to say; and half of those from other text
+        are put into a chat too. Raises `TextError` where no file
         is long enough."""
         self._random = random.Random(seed)
         self._anywhere = anywhere
@@ -102,19 +119,19 @@ class Prompts:
         ends = [text[-_LONGEST_TOKEN * room :] for said in sessions for text in said]
         turns = iter(tokenizer.encode_many(ends, add_special_tokens=False))
         long = [[turn[-room:] for turn in islice(turns, len(said)) if len(turn) >= room] for said in sessions]
-        self._sessions = [turns for turns in long if turns]
+        self._sessions = ByLength([turns for turns in long if turns])
         whole = [said[-1] for said, turns in zip(sessions, long, strict=True) if turns] if anywhere else []
-        self._whole = tokenizer.encode_many(whole, add_special_tokens=False)
+        self._whole = ByLength(tokenizer.encode_many(whole, add_special_tokens=False))
         """All that was said in each session."""
         others = [file for file in files if file.suffix != ".jsonl" or chat is None]
         texts = tokenizer.encode_many([file.read_text(encoding="utf-8", errors="replace") for file in others])
-        self._texts = [tokens for tokens in texts if len(tokens) > longest]
-        if not self._sessions and not self._texts:
+        self._texts = ByLength([tokens for tokens in texts if len(tokens) > longest])
+        if not self._sessions.of and not self._texts.of:
             raise TextError(f"no text is as long as a prompt of {longest} tokens: use fewer --prompt-tokens")
 
     def counts(self, vocabulary: int) -> torch.Tensor:
         """How often each token stands in the texts, [vocabulary]."""
-        parts = [torch.tensor(tokens) for tokens in (*self._whole, *self._texts)]
+        parts = [torch.tensor(tokens) for tokens in (*self._whole.of, *self._texts.of)]
         return torch.cat(parts).bincount(minlength=vocabulary)
 
     def draw(self, length: int, count: int, sessions: float = 0.7) -> list[list[int]]:
@@ -131,20 +148,18 @@ class Prompts:
         draw = self._random
         before, after = self._frame
         room = length - len(before) - len(after)
-        if self._sessions and (not self._texts or draw.random() < sessions):
+        if self._sessions.of and (not self._texts.of or draw.random() < sessions):
             if self._anywhere and draw.random() < 0.5:
-                tokens = _by_length(draw, self._whole)
+                tokens = self._whole.draw(draw)
                 end = draw.randint(room, len(tokens))
                 return [*before, *tokens[end - room : end], *after]
-            turns = draw.choices(self._sessions, [len(turns) for turns in self._sessions])[0]
-            return [*before, *draw.choice(turns)[-room:], *after]
-        tokens = _by_length(draw, self._texts)
+            return [*before, *draw.choice(self._sessions.draw(draw))[-room:], *after]
+        tokens = self._texts.draw(draw)
+        if before and self._anywhere and draw.random() < 0.5:
+            start = draw.randrange(len(tokens) - room)
+            return [*before, *tokens[start : start + room], *after]
         start = draw.randrange(len(tokens) - length)
-        return tokens[start : start + length]
-
-
-def _by_length(draw: random.Random, texts: list[list[int]]) -> list[int]:
-    return draw.choices(texts, [len(tokens) for tokens in texts])[0]
+        return list(tokens[start : start + length])
 
 
 def _frame(tokenizer: Tokenizer, chat: ChatTemplate | None) -> tuple[list[int], list[int]]:

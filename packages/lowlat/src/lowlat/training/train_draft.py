@@ -15,20 +15,30 @@ import torch
 
 from lowlat.engine.build import eos_ids
 from lowlat.models.loading.checkpoint import open_checkpoint
-from lowlat.speculative.draft_files import DraftConfig, default_taps, save_draft
+from lowlat.speculative.draft_files import (
+    DraftConfig,
+    DraftFileError,
+    default_taps,
+    load_draft,
+    load_factors,
+    save_draft,
+)
 from lowlat.speculative.draft_network import DraftNetwork
 from lowlat.training.draft_loss import blocks, loss_of
+from lowlat.training.graphs import StepGraphs
 from lowlat.training.muon import Muon
 from lowlat.training.recipe import Measured, Progress, Recipe
 from lowlat.training.target import Target, Written
 from lowlat.training.texts import Prompts, TextError, Texts
 
 _FIRST_NORM = 0.2
+_FIRST_PLACES = 0.2
+"""Standard deviation of the Markov head's embedding, at first."""
 _WARM = 0.03
 """Part of a training in which the learning rate rises."""
 _TELL_S = 2.0
 """Least seconds between reports: each waits for the device."""
-_LOOKED_AT = 7
+_LOOKED_AT = 23
 """One in so many blocks of a step is looked at for acceptance, and teaches confidence."""
 _ALONE_TEMPERATURE = 0.9
 _FRAME = 256
@@ -72,7 +82,8 @@ def train(recipe: Recipe, output: Path, tell: Tell) -> list[Measured]:
     measured = []
     if files.held_out:
         held_out = Prompts(files.held_out, tokenizer, chat, recipe.prompt_tokens, recipe.seed + 1)
-        measured = [training.measure(held_out, at) for at in sorted(set(recipe.temperatures))]
+        at_each = sorted(set(recipe.temperatures))
+        measured = [training.measure(training.held_out(held_out, at), at) for at in at_each]
     weights = network.state_dict() | {"fc.weight_columns": training.factors_X}
     save_draft(output, config, weights, int8=recipe.int8)
     report = {
@@ -127,14 +138,22 @@ class Training:
         self.steps = 0
         self.factors_X: torch.Tensor | None = None
         """By which features are multiplied, so that all have about the same size."""
+        if recipe.start is not None:
+            self.factors_X = _begin(network, Path(recipe.start))
         self._generator = torch.Generator(target.device).manual_seed(recipe.seed)
         self._kept: deque[Written] = deque(maxlen=recipe.kept)
         self._writings = self._prompted = 0
         # Matrices between states go by Muon, which needs far fewer steps; rows of tokens and norms by AdamW.
         inner = [weight for name, weight in network.named_parameters() if _inner(name, weight)]
         others = [weight for name, weight in network.named_parameters() if not _inner(name, weight)]
+        self._rate = torch.zeros((), device=target.device)
         self._muon = Muon(inner)
-        self._adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+        self._muon.rate = self._rate
+        on_gpu = target.device.type == "cuda"
+        self._adam = torch.optim.AdamW(
+            others, lr=self._rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True, capturable=on_gpu
+        )
+        self._graphs = StepGraphs(self._learn) if on_gpu else None
 
     def run(self, prompts: Prompts, tell: Tell) -> None:
         """Write and learn until steps or seconds are over."""
@@ -143,6 +162,7 @@ class Training:
         done = 0.0
         while done < 1.0:
             if self.steps % recipe.rounds == 0:
+                self._wait()
                 begun = time.monotonic()
                 self._write(prompts)
                 if self.steps == 0:
@@ -162,6 +182,8 @@ class Training:
     def _prepare(self, prompts: Prompts) -> None:
         """Choose the tokens that can be guessed, and scale features, by what the target writes."""
         network, vocabulary = self._network, self._network.config.vocab_size
+        if self.factors_X is not None:
+            return
         while len(self._kept) < min(len(self._recipe.temperatures), self._recipe.kept):
             self._write(prompts)
         self.factors_X = 1 / self._kept[0].features_STX.abs().mean((0, 1), dtype=torch.float32).clamp(min=1e-6)
@@ -173,6 +195,20 @@ class Training:
                 tokens = of.tokens_ST[:, of.prompt_tokens :].cpu().flatten()
                 counts_V += _WRITTEN * tokens.bincount(minlength=vocabulary)
             network.draft_tokens.copy_(_most_common(counts_V, network.config.draft_vocab_size))
+        if network.config.kind == "dspark":
+            self._place_tokens()
+
+    @torch.no_grad()
+    def _place_tokens(self) -> None:
+        """Begin with tokens of the Markov head where the target's embedding has them, in its widest directions: like
+        tokens begin alike, and rare ones know something from the start."""
+        known, embed = self._network.vocabulary, self._network.markov_embed.weight
+        tokens = torch.arange(len(embed), device=embed.device) if known is None else known
+        rows_VH = self._target.embed(tokens).float()
+        rows_VH = rows_VH - rows_VH.mean(0)
+        directions_HH = torch.linalg.eigh(rows_VH.T @ rows_VH).eigenvectors
+        rows_VE = rows_VH @ directions_HH[:, -embed.shape[1] :]
+        embed[: len(tokens), : rows_VE.shape[1]] = rows_VE * (_FIRST_PLACES / rows_VE.std().clamp(min=1e-6))
 
     def _write(self, prompts: Prompts) -> None:
         recipe = self._recipe
@@ -190,6 +226,9 @@ class Training:
             drawn = prompts.draw(length, count, recipe.sessions)
             written = self._written(drawn, recipe.answer_tokens, temperature, self._generator, self._ends)
         self._kept.append(written)
+        self._wait()
+
+    def _wait(self) -> None:
         if self._target.device.type == "cuda":
             torch.cuda.synchronize(self._target.device)
 
@@ -224,16 +263,25 @@ class Training:
 
     def _step(self, done: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Learn once; loss, and what was right and known of the blocks that were looked at."""
-        recipe, network = self._recipe, self._network
-        rate = recipe.learning_rate * min(1.0, (done + 1e-3) / _WARM) * _cooling(done)
-        self._muon.rate = self._adam.param_groups[0]["lr"] = rate
+        recipe = self._recipe
+        self._rate.fill_(recipe.learning_rate * min(1.0, (done + 1e-3) / _WARM) * _cooling(done, recipe.cooling))
         written = self._batch()
         anchors_SA = draw_anchors(written, recipe.anchors, self._generator, recipe.text_anchors)
-        with torch.autocast(self._target.device.type, torch.bfloat16, enabled=self._target.dtype == torch.bfloat16):
-            found = blocks(network, self._target, written, anchors_SA)
+        accepting = recipe.accepting if done > 1 - recipe.cooling else 0.0
+        learn = self._learn if self._graphs is None else self._graphs.run
+        return learn(written, anchors_SA, accepting)
+
+    def _learn(
+        self, written: Written, anchors_SA: torch.Tensor, accepting: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The device's part of a step: it never waits for the device."""
+        network, target = self._network, self._target
+        low = target.dtype == torch.bfloat16
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=low, cache_enabled=False):
+            found = blocks(network, target, written, anchors_SA)
         every = min(_LOOKED_AT, len(found.wanted_QP))
         right_QP = found.right(every)
-        loss = loss_of(found, right_QP, every)
+        loss = loss_of(found, right_QP, every, accepting)
         network.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -241,19 +289,25 @@ class Training:
         self._adam.step()
         return loss.detach(), right_QP, found.judged()[::every]
 
-    @torch.no_grad()
-    def measure(self, prompts: Prompts, temperature: float) -> Measured:
-        """Acceptance at every place of what the target writes to held-out prompts."""
-        recipe, target = self._recipe, self._target
-        generator = torch.Generator(target.device).manual_seed(recipe.seed + 1)
-        rights, knowns = [], []
+    def held_out(self, prompts: Prompts, temperature: float) -> list[Written]:
+        """What the target writes to held-out prompts."""
+        recipe = self._recipe
+        generator = torch.Generator(self._target.device).manual_seed(recipe.seed + 1)
+        parts = []
         for first in range(0, recipe.measured, recipe.sequences):
             count = min(recipe.sequences, recipe.measured - first)
             drawn = prompts.draw(recipe.prompt_tokens, count)
-            written = self._written(drawn, recipe.answer_tokens, temperature, generator, self._ends)
+            parts.append(self._written(drawn, recipe.answer_tokens, temperature, generator, self._ends))
+        return parts
+
+    @torch.no_grad()
+    def measure(self, parts: list[Written], temperature: float) -> Measured:
+        """Acceptance at every place of what the target has written."""
+        target, rights, knowns = self._target, [], []
+        for written in parts:
             every = torch.arange(written.prompt_tokens, written.tokens_ST.shape[1] - self._network.config.proposals)
             for part in torch.split(every, 16):
-                anchors_SA = part.to(target.device).expand(count, -1)
+                anchors_SA = part.to(target.device).expand(len(written.tokens_ST), -1)
                 with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
                     found = blocks(self._network, target, written, anchors_SA)
                 # A block counts where its whole length was written before the end.
@@ -278,6 +332,18 @@ def draw_anchors(written: Written, count: int, generator: torch.Generator, texts
     return places_SA
 
 
+def _begin(network: DraftNetwork, folder: Path) -> torch.Tensor:
+    """Take the weights of an earlier draft; its factors of features. Raises `DraftFileError`."""
+    config, weights = load_draft(folder)
+    if config != network.config:
+        raise DraftFileError(f"{folder}: its shape is not the one asked for: {config}, wanted {network.config}")
+    device = network.fc.weight.device
+    factors_X = load_factors(folder).to(device)
+    weights["fc.weight"] = weights["fc.weight"].to(device) / factors_X
+    network.load_state_dict(weights)
+    return factors_X
+
+
 def _lengths(longest: int) -> tuple[int, ...]:
     """Lengths of prompts: a draft shall know short ones and long ones."""
     return (longest,) if longest < _SPAN else (longest // 3, longest, longest // 2)
@@ -287,8 +353,10 @@ def _inner(name: str, weight: torch.Tensor) -> bool:
     return weight.dim() == 2 and (name.startswith("layers.") or name == "fc.weight")
 
 
-def _cooling(done: float) -> float:
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+def _cooling(done: float, part: float) -> float:
+    """Factor on the learning rate, which falls in the last `part` of a training."""
+    fallen = max(0.0, 1 - (1 - done) / part)
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * fallen))
 
 
 def _most_common(counts_V: torch.Tensor, size: int) -> torch.Tensor:
