@@ -23,19 +23,13 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/nvidia"))
 from output_kit import make_residual, make_weights
+from ranks import exchange, join, slowest
 
 from lowlat.bench.results import Simulated, default_directory, new_result, row_from_samples, save
 from lowlat_nvidia.comm.output_projection import THREADS, OutputPlan, OutputProjection, reference
 from lowlat_nvidia.comm.peers import PeerBuffer
 
-SETS, PASSES, STEPS = 4, 4, 30
-
-
-def exchange(blob: bytes) -> list[bytes]:
-    """Every rank's bytes."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, blob)
-    return found
+SETS, PASSES = 4, 4
 
 
 def nccl_step(one: OutputProjection, z: torch.Tensor, residual: Any) -> None:
@@ -53,11 +47,8 @@ def nccl_step(one: OutputProjection, z: torch.Tensor, residual: Any) -> None:
 
 def worker(rank: int, ranks: int, inputs: int, rows: int, rounds: int, results: str, port: int) -> None:
     """One rank."""
-    torch.cuda.set_device(rank)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    join(rank, ranks, port)
     plan = OutputPlan(inputs=inputs, ranks=ranks)
-    torch.zeros(1, device="cuda")  # makes the context that buffers belong to
     error = PeerBuffer(4096, rank, exchange)
     cases = []
     for number in range(SETS):
@@ -94,36 +85,13 @@ def worker(rank: int, ranks: int, inputs: int, rows: int, rounds: int, results: 
             for case in cases * PASSES:
                 run(case)
         graphs[name] = graph
-    samples = measure(graphs, rounds)
+    samples = slowest(graphs, rounds, SETS * PASSES)
     OutputProjection.explain(error.read_word(0))
     if rank == 0:
         write(samples, plan, rows, results)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # captured NCCL calls hang when a process group is taken down
-
-
-def measure(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a step, the slowest rank's, arms in alternation."""
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(rounds + 1):
-        for name in graphs if turn % 2 else reversed(graphs):
-            events = [
-                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(STEPS)
-            ]
-            dist.barrier()
-            for begin, end in events:
-                begin.record()
-                graphs[name].replay()
-                end.record()
-            torch.cuda.synchronize()
-            times = torch.tensor(
-                [begin.elapsed_time(end) * 1e3 / (SETS * PASSES) for begin, end in events[5:]], device="cuda"
-            )
-            dist.all_reduce(times, dist.ReduceOp.MAX)
-            if turn:
-                samples[name] += times.tolist()
-    return samples
 
 
 def write(samples: dict[str, list[float]], plan: OutputPlan, rows: int, results: str) -> None:

@@ -86,8 +86,7 @@ class MarkovProposals:
         self.function = Function(cubin, "markov_proposals", plan.shared_bytes)
         self.head = pack_head(head_LK, plan)
         self.embedding = embedding_VK.contiguous()
-        words = MAX_STEPS * plan.max_requests * plan.ranks * plan.blocks
-        self.inbox = torch.zeros(words, dtype=torch.int64, device=device)
+        self.inbox = torch.zeros(plan.inbox_bytes // 8, dtype=torch.int64, device=device)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self.epochs = torch.zeros(plan.blocks, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(plan.max_requests, MAX_STEPS, dtype=torch.long, device=device)
@@ -127,7 +126,11 @@ class MarkovProposals:
 
     def check(self) -> None:
         """Waits for the launch. Raises ProposalDeadlineError where it gave up."""
-        code = int(self.error[0]) & 0xFFFFFFFF
+        self.explain(int(self.error[0]) & 0xFFFFFFFF)
+
+    @staticmethod
+    def explain(code: int) -> None:
+        """Raises ProposalDeadlineError for a rank's error word that is not 0."""
         if code:
             block, stage = divmod((code & 0x7FFFFFFF) - 1, 16)
             where = "another rank" if code >> 31 else "this rank"

@@ -85,6 +85,11 @@ class MarkovPlan:
         return self.resident * self.tile_bytes + self._fixed_bytes(self.resident)
 
     @property
+    def inbox_bytes(self) -> int:
+        """Bytes of a rank's inbox: a word for each step, request, rank and block."""
+        return 8 * MAX_STEPS * self.max_requests * self.ranks * self.blocks
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one GPU's part of the head: what a launch must read from memory once."""
         return self.local_vocabulary * self.rank * 2
