@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -390,3 +392,15 @@ def test_pushed_pick_fits(ranks, tmp_path):
     text = kernel.asm["ptx"]
     assert text.count("st.relaxed.sys.global.b64") == ranks - 1
     assert text.count("ld.relaxed.sys.global.b64") == ranks - 1
+
+
+def test_kernels_are_compiled_before_they_come(tmp_path):
+    """A rehearsal finds every kernel that the steps need, for just what they need it."""
+    (tmp_path / "model").mkdir()
+    program = str(Path(__file__).with_name("compiled_ahead.py"))
+    run = subprocess.run(
+        [sys.executable, program, str(tmp_path / "model")],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "compiled with triton" in run.stdout

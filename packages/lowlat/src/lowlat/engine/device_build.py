@@ -71,9 +71,10 @@ def prepare(runner: DeviceRunner, chunk_tokens: int) -> int:
     Returns the tokens of a chunk to plan with: fewer, where running requests would wait too long for a step.
     """
     started = time.monotonic()
+    rows = min(chunk_tokens, runner.max_pages * runner.kv.layout.page_size)
+    _compile_ahead(runner, rows)
     # With guesses there are several widths to each.
     runner.prepare(_USUAL if runner.verifier is None else _USUAL[:2])
-    rows = min(chunk_tokens, runner.max_pages * runner.kv.layout.page_size)
     runner.prepare_chunks(rows)
     log.info("%d graphs of steps captured in %.1f s", runner.bodies.captured, time.monotonic() - started)
     if not runner.bodies.captured:
@@ -83,6 +84,24 @@ def prepare(runner: DeviceRunner, chunk_tokens: int) -> int:
         chunk_tokens = rows = max(_LEAST_CHUNK, rows // 2)
     log.info("chunks of up to %d tokens", chunk_tokens)
     return chunk_tokens
+
+
+def _compile_ahead(runner: DeviceRunner, rows: int) -> None:
+    """Compile the kernels of the usual steps side by side: the start waits for one after another otherwise."""
+    if not isinstance(runner.bodies, CudaGraphs) or runner.verifier is not None:
+        return  # steps that check guesses are measured as soon as they are captured
+    from lowlat.layers.triton.ahead import compile_all, rehearsal
+
+    started = time.monotonic()
+    try:
+        with runner.bodies.rehearsed(), runner.model.few_layers(), rehearsal() as found:
+            runner.prepare(_USUAL)
+            runner.prepare_chunks(rows)
+        compile_all(found, runner.device)
+    except Exception as error:  # whatever a version of Triton says: kernels are compiled when they come, too
+        log.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+        return
+    log.info("%d kernels compiled or found in %.1f s", len(found), time.monotonic() - started)
 
 
 def _seconds(runner: DeviceRunner, rows: int) -> float:

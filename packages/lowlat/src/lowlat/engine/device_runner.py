@@ -237,7 +237,8 @@ class DeviceRunner:
         if not self.bodies.knows((size, mode)):
             self._lists.pad(size)
             self.bodies.prepare((size, mode), lambda: self._decode(size, mode, 1))
-            log.info("captured decode steps of %d requests, %s", size, mode)
+            if self.bodies.knows((size, mode)):
+                log.info("captured decode steps of %d requests, %s", size, mode)
 
     # --- those that check guesses -------------------------------------------------------------------------------------
 

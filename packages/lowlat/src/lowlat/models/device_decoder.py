@@ -9,7 +9,9 @@ M sampled rows, X = Y * D columns of queries, keys, values, T tapped layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -49,6 +51,23 @@ class DeviceDecoder:
         self.taps: tuple[tuple[int, ...], Callable[[torch.Tensor, DeviceStep], object]] | None = None
         """Layers after which states are wanted, in their order, and who gets them side by side with the step; without
         layers it gets no columns."""
+        self._left_out: frozenset[int] = frozenset()
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Inside, forwards run no more than two layers of a kind: all kernels, and none of them for a result."""
+        kinds: Counter[object] = Counter()
+        left_out = set()
+        for index, layer in enumerate(self.decoder.layers):
+            kind = layer.window, type(layer.mlp), layer.rule.window, layer.rule.sinks_N is None
+            kinds[kind] += 1
+            if kinds[kind] > 2:
+                left_out.add(index)
+        self._left_out = frozenset(left_out)
+        try:
+            yield
+        finally:
+            self._left_out = frozenset()
 
     def capturable(self, rows: int) -> bool:
         """Whether no layer asks the host anything in steps of up to so many rows: experts may, to compute only those
@@ -102,6 +121,8 @@ class DeviceDecoder:
         features_RTH = residual_RH.new_empty(len(residual_RH), len(tapped), residual_RH.shape[1])
         parts = zip(self.decoder.layers, kv.keys, kv.values, strict=True)
         for index, (layer, keys_SKD, values_SKD) in enumerate(parts):
+            if index in self._left_out:
+                continue
             added, residual_RH = self._layer(layer, added, residual_RH, keys_SKD, values_SKD, step)
             if index in tapped:
                 assert self.sums is None, "ranks would have to be summed first"

@@ -1,0 +1,77 @@
+"""Compiles the kernels of a tiny model's steps for a GPU that is not here, after a rehearsal of them.
+
+test_kernels_compile.py runs this in a process of its own: Triton is told of a GPU for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+
+from device_kit import EngineSize, make_runner
+from family_kit import build, save_random
+
+from lowlat.engine.device_sampler import SamplingMode
+from lowlat.layers.triton.ahead import compile_all, rehearsal
+from lowlat.layers.triton_ops import TritonOps
+
+
+class NoDriver:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def cached() -> set[str]:
+    return {str(path) for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    driver.set_active(NoDriver())
+    save_random(folder, "Qwen3", head_dim=16, num_hidden_layers=5)
+    _, runner = make_runner(build(folder), EngineSize(max_batch=2), TritonOps(4, early_start=True))
+    mode = SamplingMode(draws=True, filters=True)
+
+    def steps() -> None:
+        with torch.inference_mode():
+            for size in (2, 1):
+                runner._lists.pad(size)
+                for one in (SamplingMode(), mode):
+                    runner._decode(size, one, 1)
+            runner.prepare_chunks(16)
+
+    with runner.model.few_layers(), rehearsal() as found:
+        steps()
+    assert not cached()
+    compile_all(found, torch.device("cpu"))
+    compiled = cached()
+    assert 15 < len(compiled) <= len(found)
+
+    # What is launched later, by all layers, finds each of them; without a GPU nothing is launched.
+    launch: Any = jit.JITFunction.run
+    jit.JITFunction.run = lambda *args, grid, warmup, **rest: launch(*args, grid=grid, warmup=True, **rest)
+    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+    steps()
+    assert cached() == compiled
+    print(f"{len(compiled)} compiled with triton {triton.__version__}")
+
+
+if __name__ == "__main__":
+    main()
