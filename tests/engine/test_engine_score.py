@@ -112,6 +112,18 @@ def test_nobody_waits_for_one_that_is_gone():
     assert core.scheduler.stats.finished == 1
 
 
+def test_what_a_cancelled_request_has_launched_is_found():
+    core, device = make_core(pages=100, chunk_tokens=50, max_context=120, run_ahead=1)
+    core.submit(make_request("first", TOKENS_OF_ONE, 1))
+    core.turn()
+    assert core.scheduler.in_flight == 1
+    core.abort("first")
+    core.submit(make_request("second", TOKENS_OF_ONE, 1))
+    drain(core, device)
+    assert device.rows == 100 + 4
+    assert core.scheduler.stats.cached_tokens == 96
+
+
 def test_a_whole_query_of_whole_pages_is_found():
     core, device = make_core(page_size=4)
     for name in "ab":

@@ -182,15 +182,15 @@ def test_an_aborted_request_pins_what_it_computed():
     agent = Agent(chunk_tokens=8)
     prompt = tokens(40, 15)
     agent.core.submit(make_request("r", prompt, session_id="a", session_ttl=60.0))
-    agent.core.turn()  # a chunk of 8 is committed, another is in flight
+    agent.core.turn()  # a chunk of 8 is committed, another is in flight and will be computed
     assert agent.core.abort("r")
     drain(agent.core, agent.device)
-    assert agent.pinned == 2
+    assert agent.pinned == 4
     # One that never ran leaves the pin where it is.
     agent.core.submit(make_request("s", tokens(30, 16), session_id="a", session_ttl=60.0))
     assert agent.core.abort("s")
     drain(agent.core, agent.device)
-    assert (agent.pinned, agent.core.stats().sessions) == (2, 1)
+    assert (agent.pinned, agent.core.stats().sessions) == (4, 1)
     agent.core.submit(make_request("t", tokens(30, 17), session_id="b", session_ttl=60.0))
     assert agent.core.abort("t")
     assert not agent.core.end_session("b"), "nothing is remembered of it"

@@ -187,12 +187,14 @@ class Scheduler:
             end = first + (counts[sample] if counts and chunk.sample else 1)
             chunk_scores = next(scores) if chunk.targets else None
             label_logprobs = next(labels) if chunk.read_rows else None
-            if active.slot in bad_slots and not active.ended:
+            if active.slot in bad_slots:
                 self._fail(active)
             elif not active.ended:
                 self._take_chunk(active, filled, chunk_scores, label_logprobs)
                 if chunk.sample:
                     self._take_sample(active, result, sample, first, end)
+            else:
+                active.filled = max(active.filled, filled)  # computed all the same: later requests find it
             if chunk.sample:
                 first, sample = end, sample + 1
         for active, row in zip(launch.decodes, launch.rows, strict=True):
@@ -202,7 +204,7 @@ class Scheduler:
             if row >= 0:
                 assert self._states is not None
                 self._states.settle(active, row, count)
-            if bad_slots and active.slot in bad_slots and not active.ended:
+            if bad_slots and active.slot in bad_slots:
                 self._fail(active)
             elif not active.ended:
                 self._take_sample(active, result, sample, first, end)
@@ -331,12 +333,13 @@ class Scheduler:
             heapq.heappush(self._waiting, active)
 
     def _comes_soon(self, waiting: ActiveRequest, lease: Lease) -> bool:
-        """Whether a running request is computing a prefix that `waiting` would compute too (decision 0111)."""
+        """Whether a request is computing a prefix that `waiting` would compute too (decision 0111)."""
         limit = waiting.shared_limit
         if not self.cache.enabled or self.cache.snapshots is not None or limit - lease.cached_tokens < WORTH_WAITING:
             return False
-        for active in self._running:
-            end = min(active.prefill_end, active.shareable)
+        for active in itertools.chain(self._running, self._ending):
+            # Of a request that has ended, what is launched still comes.
+            end = min(active.launched if active.ended else active.prefill_end, active.shareable)
             if active.filled >= end or active.order[0] > waiting.order[0]:
                 continue  # shared already, or of a lower priority, so that it may take long
             if active.request.cache_salt != waiting.request.cache_salt:
@@ -419,6 +422,8 @@ class Scheduler:
     def _fail(self, active: ActiveRequest) -> None:
         """End one request whose logits were not numbers; the others of its step go on."""
         active.spoiled = True  # what it computed may hold NaN, which every later request of this prefix would meet
+        if active.ended:
+            return
         self.stats.bad_logits += 1
         cause = "the model's logits for this request contain NaN: the weights, or the kernels, are broken for it"
         self._finish(active, RequestOutput(active.request.id, [], None, FinishReason.ERROR, error=cause))
