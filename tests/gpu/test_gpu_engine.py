@@ -15,6 +15,7 @@ from lowlat.engine.batch import PrefillChunk, SlotSampling, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.offline import Engine
+from tiny_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -95,6 +96,31 @@ def test_replays_equal_eager_steps(tiny, dtype, family):
     for a, b in zip(graphs.kv.keys + graphs.kv.values, eager.kv.keys + eager.kv.values, strict=True):
         real = graphs.kv.layout.pages * graphs.kv.layout.page_size
         assert torch.equal(a[:real].nan_to_num(), b[:real].nan_to_num())
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_experts_decode_in_graphs_of_a_whole_engine(family, tmp_path):
+    """And the answers are those of a CPU's engine."""
+    from family_kit import random_tokens, save_random
+
+    from lowlat.engine.graphs import CudaGraphs
+
+    save_random(tmp_path, family, head_dim=16, vocab_size=101, **FAMILIES[family])
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer(101))
+    prompts = [[token % 101 for token in random_tokens(5 + 9 * n, n)] for n in range(5)]
+    sampling = [SamplingParams(max_tokens=30, temperature=0.8 * (n % 2), seed=n, top_k=9 * (n == 3)) for n in range(5)]
+    answers = {}
+    for device in ("cpu", "cuda"):
+        settings = {"dtype": "float32", "max_batch": 3, "max_context": 200, "kv_tokens": 2048, "low_latency": "off"}
+        with Engine(model=str(tmp_path), device=device, **settings) as engine:
+            answers[device] = [got.token_ids for got in engine.generate(prompts, sampling)]
+            if device == "cuda":
+                runner = engine._core.executor._runner
+                assert isinstance(runner.bodies, CudaGraphs)
+                # Of one, two and three requests, in the usual three modes.
+                assert runner.bodies.captured == 9
+                assert not runner.fallbacks
+    assert answers["cuda"] == answers["cpu"]
 
 
 def test_a_decode_step_never_waits(tiny):
