@@ -1,4 +1,4 @@
-"""Kernels that reach into other GPUs' memory, a process a GPU: right results, and one named error everywhere when a rank
+"""Kernels that reach into other GPUs' memory, a process a GPU: results, and one named error everywhere when a rank
 never publishes. Two GPUs at least.
 """
 
