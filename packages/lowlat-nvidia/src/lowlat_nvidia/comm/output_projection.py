@@ -66,7 +66,7 @@ class OutputPlan:
         tiles = self.block_tiles * (self.inputs * TILE_OUTPUTS + 8)
         return (
             tiles
-            + 2 * WARPS * TILE_OUTPUTS * MAX_ROWS * 4
+            + self.block_tiles * WARPS * TILE_OUTPUTS * MAX_ROWS * 4
             + WARPS * MAX_ROWS * 4
             + self.block_tiles * self.inputs // GROUP * 4
             + 64

@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
   Rows rows;
   if (!p.listed) load_rows(p, rows, warp, lane);  // the router has them, too
   wait_for_earlier_kernel();
-  if (thread == 0) s.epoch = ++p.epochs[blockIdx.x];
+  if (thread == 0) p.epochs[blockIdx.x] = s.epoch = __ldcg(p.epochs + blockIdx.x) + 1;
   choose(p, s.choice);
   let_next_kernel_start();
   const Work work = share_work(s.choice.count);

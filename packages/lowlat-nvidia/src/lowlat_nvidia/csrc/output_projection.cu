@@ -36,13 +36,15 @@ struct Output {
   u32 spin_limit;
 };
 
+// Kernels overlap, so that L1 may hold what an earlier launch saw.
+DEV u32 next_epoch(const Output& p) { return __ldcg(p.epochs + blockIdx.x) + 1; }
 DEV long long inbox_place(const Output& p, u32 epoch, int rank, int row, int pair) {
   return (((long long)(epoch % 2) * p.ranks + rank) * MAX_ROWS + row) * (HIDDEN / 2) + pair;
 }
 DEV void publish_pair(const Output& p, u32 epoch, int row, int pair, float low, float high) {
   const u64 word = (u64)epoch << 32 | bf_pair(low, high);
   const long long place = inbox_place(p, epoch, p.rank, row, pair);
-  for (int r = 0; r < p.ranks; r++) store_system(p.inboxes[(p.rank + r) % p.ranks] + place, word);
+  for (int r = 1; r <= p.ranks; r++) store_system(p.inboxes[(p.rank + r) % p.ranks] + place, word);  // far ones first
 }
 // Ends the launch on all ranks.
 DEV void give_up(const Output& p, int stage) { tell_error(p.errors, p.rank, p.ranks, 1u + p.rank * 16 + stage, 0); }
@@ -59,14 +61,30 @@ DEV void add_group(float (&sum)[2], u32 w0, u32 w1, float scale, uint4 x) {
 }
 
 struct ProjectShared {
-  alignas(16) float parts[2][WARPS][TILE_OUTPUTS * MAX_ROWS];
+  alignas(16) float parts[BLOCK_TILES][WARPS][MAX_ROWS * TILE_OUTPUTS];
   float units[WARPS][MAX_ROWS];
   float block_scales[BLOCK_TILES][INPUTS / GROUP];
   u64 barriers[BLOCK_TILES];
-  u32 epoch;
 };
 
-// A block has up to BLOCK_TILES tiles of 8 outputs. All its weights are on their way before the input is waited for.
+// One warp: sums of a tile over all warps, two outputs of a row a lane, to all ranks or as partial sums of this one.
+DEV void finish_tile(const Output& p, const float (*parts)[MAX_ROWS * TILE_OUTPUTS], u32 epoch, int tile, int lane) {
+  const int row = lane / 4, n = tile * TILE_OUTPUTS + lane % 4 * 2;
+  float2 total = make_float2(0, 0);
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    const float2 part = *(const float2*)(parts[w] + lane * 2);
+    total.x += part.x, total.y += part.y;
+  }
+  if (row >= p.rows) return;
+  if (p.partial)
+    *(float2*)(p.partial + row * HIDDEN + n) = make_float2(bf_round(total.x), bf_round(total.y));
+  else
+    publish_pair(p, epoch, row, n / 2, total.x, total.y);
+}
+
+// A block has up to BLOCK_TILES tiles of 8 outputs. All its weights are on their way before the input is waited for. The
+// warps split the inputs of a tile; which of them finishes it changes from tile to tile, and the others do not wait.
 extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Output p) {
   extern __shared__ __align__(128) u8 memory[];
   ProjectShared& s = *(ProjectShared*)(memory + BLOCK_TILES * TILE_BYTES);
@@ -87,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
     s.block_scales[i / (INPUTS / GROUP)][i % (INPUTS / GROUP)] =
         p.block_scales[(begin + i / (INPUTS / GROUP)) / 4 * (INPUTS / GROUP) + i % (INPUTS / GROUP)];
   wait_for_earlier_kernel();
-  if (thread == 0) s.epoch = ++p.epochs[blockIdx.x];
   let_next_kernel_start();
+  const u32 epoch = next_epoch(p);
   uint4 x[PROJECT_PAIRS * 2];
   const u32 unit = quantise_share<PROJECT_PAIRS * 2>(x, [&](int i, float(&v)[8]) {
     uint4 w = make_uint4(0, 0, 0, 0);
@@ -100,17 +118,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
   __syncwarp();
   const float2 units = *(const float2*)&s.units[warp][lane % 4 * 2];
   __syncthreads();
+  if (thread == 0) p.epochs[blockIdx.x] = epoch;
 #pragma unroll 1
   for (int tile = begin; tile < end; tile++) {
-    const u32 barrier = shared_address(&s.barriers[tile - begin]);
+    const int own = tile - begin, barrier = 1 + own % WARPS;
     u32 polls = 0;
-    while (!barrier_done(barrier, 0))
+    while (!barrier_done(shared_address(&s.barriers[own]), 0))
       if (++polls > p.spin_limit) {
         give_up(p, 1);
         break;
       }
-    const u32 page = shared_address(memory) + (tile - begin) * TILE_BYTES + warp * PROJECT_PAIRS * 512 + lane * 16;
-    const float* block = s.block_scales[tile - begin] + warp * PROJECT_PAIRS * 2;
+    const u32 page = shared_address(memory) + own * TILE_BYTES + warp * PROJECT_PAIRS * 512 + lane * 16;
+    const float* block = s.block_scales[own] + warp * PROJECT_PAIRS * 2;
     float sum[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < PROJECT_PAIRS; i++) {
@@ -118,22 +137,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
       add_group(sum, w.x, w.y, block[2 * i], x[2 * i]);
       add_group(sum, w.z, w.w, block[2 * i + 1], x[2 * i + 1]);
     }
-    *(float2*)(s.parts[tile % 2][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2) =
-        make_float2(sum[0] * (units.x * FP8_TO_HALF), sum[1] * (units.y * FP8_TO_HALF));
-    __syncthreads();
-    if (thread < TILE_OUTPUTS * MAX_ROWS) {
-      const int row = thread / TILE_OUTPUTS, n = thread % TILE_OUTPUTS;
-      float total = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) total += s.parts[tile % 2][w][n * MAX_ROWS + row];
-      const float next = __shfl_down_sync(~0u, total, 1);
-      if (row < p.rows) {
-        if (p.partial)
-          p.partial[row * HIDDEN + tile * TILE_OUTPUTS + n] = bf_round(total);
-        else if (n % 2 == 0)
-          publish_pair(p, s.epoch, row, (tile * TILE_OUTPUTS + n) / 2, total, next);
-      }
+    float* to = s.parts[own][warp] + lane % 4 * 2 * TILE_OUTPUTS + lane / 4;
+    to[0] = sum[0] * (units.x * FP8_TO_HALF);
+    to[TILE_OUTPUTS] = sum[1] * (units.y * FP8_TO_HALF);
+    if (warp == own % WARPS) {
+      named_sync(barrier, THREADS);
+      finish_tile(p, s.parts[own], epoch, tile, lane);
+    } else {
+      named_arrive(barrier, THREADS);
     }
+    if (own % WARPS == WARPS - 1) __syncthreads();  // barriers come round again
   }
 }
 
@@ -141,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
 extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const Output p) {
   wait_for_earlier_kernel();
   __shared__ u32 epoch;
-  if (threadIdx.x == 0) epoch = ++p.epochs[blockIdx.x];
+  if (threadIdx.x == 0) p.epochs[blockIdx.x] = epoch = next_epoch(p);
   __syncthreads();
   let_next_kernel_start();
   for (int i = blockIdx.x * CONSUME_THREADS + threadIdx.x; i < p.rows * HIDDEN / 2; i += gridDim.x * CONSUME_THREADS) {
@@ -152,25 +165,22 @@ extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const 
 
 // Adds a thread's two pairs of all ranks, in rank order; false: somebody gave up. All words are asked for at once.
 DEV bool take(const Output& p, u32 epoch, int row, int pair, float (&out)[4]) {
-  u64 words[MAX_RANKS][2];
+  uint4 words[MAX_RANKS];  // of both pairs: value, tag
   const u64* inbox = p.inboxes[p.rank];
 #pragma unroll
   for (int rank = 0; rank < MAX_RANKS; rank++)
-    if (rank < p.ranks)
-      for (int i = 0; i < 2; i++) words[rank][i] = load_system(inbox + inbox_place(p, epoch, rank, row, pair + i));
+    if (rank < p.ranks) words[rank] = load_system_words(inbox + inbox_place(p, epoch, rank, row, pair));
   u32 polls = 0;
 #pragma unroll
   for (int rank = 0; rank < MAX_RANKS; rank++)
-    if (rank < p.ranks)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        while ((u32)(words[rank][i] >> 32) != epoch) {
-          if (++polls % 256 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]))) return false;
-          words[rank][i] = load_system(inbox + inbox_place(p, epoch, rank, row, pair + i));
-        }
-        out[2 * i] += bf_low((u32)words[rank][i]);
-        out[2 * i + 1] += bf_high((u32)words[rank][i]);
+    if (rank < p.ranks) {
+      while (words[rank].y != epoch || words[rank].w != epoch) {
+        if (++polls % 256 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]))) return false;
+        words[rank] = load_system_words(inbox + inbox_place(p, epoch, rank, row, pair));
       }
+      out[0] += bf_low(words[rank].x), out[1] += bf_high(words[rank].x);
+      out[2] += bf_low(words[rank].z), out[3] += bf_high(words[rank].z);
+    }
   return true;
 }
 DEV float sum_over_cluster(float x, float* mine, float* across) {
@@ -203,7 +213,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_T
   const int n = (blockIdx.x % CLUSTER * CONSUME_THREADS + thread) * 4;
   if (p.summed || p.partial) wait_for_earlier_kernel();  // else tags say what has come
   let_next_kernel_start();
-  if (thread == 0 && !p.summed) epoch = ++p.epochs[blockIdx.x];
+  if (thread == 0 && !p.summed) p.epochs[blockIdx.x] = epoch = next_epoch(p);
   __syncthreads();
   if (row >= p.rows) {  // launched for all rows that there can be, so that every block counts every launch
     wait_for_earlier_kernel();

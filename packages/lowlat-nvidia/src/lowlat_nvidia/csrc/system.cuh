@@ -9,6 +9,11 @@ DEV u64 load_system(const u64* p) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+DEV uint4 load_system_words(const u64* p) {  // two that lie side by side; each is whole, they may be of different times
+  u64 v, w;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v), "=l"(w) : "l"(p) : "memory");
+  return make_uint4((u32)v, (u32)(v >> 32), (u32)w, (u32)(w >> 32));
+}
 DEV u32 load_system_word(const u32* p) {
   u32 v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
