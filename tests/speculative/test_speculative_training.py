@@ -27,7 +27,7 @@ from lowlat.training.draft_loss import blocks, loss_of
 from lowlat.training.muon import orthogonal
 from lowlat.training.target import Target
 from lowlat.training.texts import Prompts, TextError, Texts, conversations
-from lowlat.training.train_draft import draw_anchors
+from lowlat.training.train_draft import draw_anchors, walked
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,11 @@ def test_training_sees_what_serving_sees(target: Target, kind: str, window: int)
             assert found.right()[block].tolist() == survived
 
 
+def test_steps_begin_behind_what_came():
+    accepted = torch.tensor([[0, 2, 9, 9, 1, 9, 0], [6, 0, 0, 0, 0, 0, 0]])
+    assert walked(accepted).nonzero().tolist() == [[0, 0], [0, 1], [0, 4], [0, 6], [1, 0]]
+
+
 def sessions(folder: Path, count: int) -> None:
     folder.mkdir()
     for number in range(count):
@@ -152,8 +157,8 @@ def test_the_slope_is_that_of_the_loss(target: Target, accepting: float):
     cross = -((target_QPV / tau).softmax(-1) * (scores / tau).log_softmax(-1)).sum(-1) * tau[..., 0]
     its = (target_QPV / found.temperature_Q.clamp(min=0.1)[:, None, None]).softmax(-1)
     alike = torch.minimum((scores * SHARPNESS / tau).softmax(-1), its).sum(-1)
-    accepted = (alike * found.known_QP).cumprod(1).sum(1).mean()
-    loss = (1 - accepting) * (cross * weights).sum() / weights.sum() - accepting * accepted
+    accepted = (alike * found.known_QP).cumprod(1).sum(1)
+    loss = (1 - accepting) * (cross * weights).sum() / weights.sum() - accepting * accepted.log1p().mean()
     torch.testing.assert_close(got, loss)
     torch.testing.assert_close(slope, torch.autograd.grad(loss, scores)[0], atol=1e-5, rtol=1e-3)
 

@@ -119,8 +119,8 @@ def loss_of(found: Blocks, right_QP: torch.Tensor, every: int = 1, accepting: fl
     """How far the draft's distributions are from the target's, fading along the block, and the confidence head's loss.
 
     `right_QP`: `Blocks.right(every)`; it teaches confidence. `accepting`: from 0 to 1, how much of the loss is in place
-    of that distance the number of tokens that would be accepted, as rejection sampling accepts them. `found.scores_QPV`
-    is of no use afterwards: the slope takes its place.
+    of that distance the number of tokens that a step would bring, with guesses accepted as rejection sampling does.
+    `found.scores_QPV` is of no use afterwards: the slope takes its place.
     """
     places = torch.arange(found.wanted_QP.shape[1], device=found.wanted_QP.device)
     guessable_QP = found.wanted_QP < found.scores_QPV.shape[-1]
@@ -159,7 +159,7 @@ def _noise(target_QPV: torch.Tensor, chosen_QP: torch.Tensor) -> torch.Tensor:
 
 class _Objective(torch.autograd.Function):
     """Cross entropies of the target's distributions and the draft's, both at temperature tau and times tau, so that
-    gradients of all temperatures are alike in size; less the tokens that would be accepted.
+    gradients of all temperatures are alike in size; less the logarithm of the tokens that a step would bring.
 
     Vocabularies are large: the slope is computed with the loss, and takes the scores' place.
     """
@@ -184,12 +184,15 @@ class _Objective(torch.autograd.Function):
         reached_QP = (overlap_QP * (weights_QP > 0)).cumprod(1)
         # Sum over prefixes of the chance that all of it is accepted, and its slope in each overlap.
         later_QP = reached_QP.flip(1).cumsum(1).flip(1) / overlap_QP.clamp(min=_LEAST_OVERLAP)
-        each = accepting / len(reached_QP)
-        weights_RC = torch.stack([(1 - accepting) * weights_QP, each * later_QP], -1).flatten(0, 1).float()
+        # An answer's places are steps the less often, the more steps accept: a block counts by the logarithm of the
+        # tokens that it brings.
+        tokens_Q = 1 + reached_QP.sum(1)
+        each_Q1 = (accepting / len(tokens_Q) / tokens_Q)[:, None]
+        weights_RC = torch.stack([(1 - accepting) * weights_QP, each_Q1 * later_QP], -1).flatten(0, 1).float()
         slope_RV = kernels.slope_(scores_RV, target_RV, heats_RC, found_RC, weights_RC.contiguous())
         ctx.save_for_backward(slope_RV.view_as(scores_QPV))
-        loss: torch.Tensor = (1 - accepting) * (distance_QP * weights_QP).sum() - each * reached_QP.sum()
-        return loss
+        distance: torch.Tensor = (distance_QP * weights_QP).sum()
+        return (1 - accepting) * distance - accepting * tokens_Q.log().mean()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -73,7 +73,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Acceptance on held-out text: the share of blocks whose first guess, first two guesses, ... are right, and their
+    """Acceptance on held-out text: the share of steps whose first guess, first two guesses, ... are right, and their
     sum, the tokens accepted a step beyond the one that comes anyway."""
 
     temperature: float

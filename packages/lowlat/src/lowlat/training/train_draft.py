@@ -302,21 +302,36 @@ class Training:
 
     @torch.no_grad()
     def measure(self, parts: list[Written], temperature: float) -> Measured:
-        """Acceptance at every place of what the target has written."""
-        target, rights, knowns = self._target, [], []
+        """Acceptance in steps through what the target has written, as the engine makes them: each begins behind the
+        tokens that the one before brought."""
+        target, steps = self._target, []
         for written in parts:
+            sequences = len(written.tokens_ST)
             every = torch.arange(written.prompt_tokens, written.tokens_ST.shape[1] - self._network.config.proposals)
+            rights, wholes = [], []
             for part in torch.split(every, 16):
-                anchors_SA = part.to(target.device).expand(len(written.tokens_ST), -1)
+                anchors_SA = part.to(target.device).expand(sequences, -1)
                 with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
                     found = blocks(self._network, target, written, anchors_SA)
+                rights.append(found.right().view(sequences, len(part), -1).cpu())
                 # A block counts where its whole length was written before the end.
-                whole = found.known_QP.all(1)
-                rights.append(found.right()[whole].cpu())
-                knowns.append(found.known_QP[whole].cpu())
-        right, known = torch.cat(rights), torch.cat(knowns)
-        by_position = _survival(right, known).tolist()
-        return Measured(temperature, by_position, sum(by_position), len(right))
+                wholes.append(found.known_QP.all(1).view(sequences, -1).cpu())
+            right_SAP = torch.cat(rights, 1)
+            steps.append(right_SAP[walked(right_SAP.sum(2)) & torch.cat(wholes, 1)])
+        right_XP = torch.cat(steps)
+        by_position = right_XP.float().mean(0).tolist()
+        return Measured(temperature, by_position, sum(by_position), len(right_XP))
+
+
+def walked(accepted_SA: torch.Tensor) -> torch.Tensor:
+    """[S, A]: at which places steps begin, if the step at each place accepts so many tokens."""
+    begins_SA = torch.zeros_like(accepted_SA, dtype=torch.bool)
+    for row_A, begins_A in zip(accepted_SA.tolist(), begins_SA, strict=True):
+        place = 0
+        while place < len(row_A):
+            begins_A[place] = True
+            place += 1 + row_A[place]
+    return begins_SA
 
 
 def draw_anchors(written: Written, count: int, generator: torch.Generator, texts: int = 0) -> torch.Tensor:
