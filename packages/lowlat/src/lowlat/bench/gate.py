@@ -69,7 +69,10 @@ def python_version() -> str:
 
 
 def _callgrind(arguments: list[str], timeout_s: float) -> int:
-    """Instructions that `python ARGUMENTS` executes; addresses and hashes are fixed, so the count repeats."""
+    """Instructions that `python ARGUMENTS` executes; addresses and hashes are fixed, so the count repeats.
+
+    `timeout_s` is processor time: on a busy machine the same count takes many times as long.
+    """
     environment = {
         **os.environ,
         "PYTHONHASHSEED": "0",
@@ -79,10 +82,14 @@ def _callgrind(arguments: list[str], timeout_s: float) -> int:
     }
     prefix = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
     valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
-    done = subprocess.run(
-        [*prefix, *valgrind, sys.executable, *arguments],
-        env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
-    )  # fmt: skip
+    limited = ["prlimit", f"--cpu={int(timeout_s)}"] if shutil.which("prlimit") else []
+    try:
+        done = subprocess.run(
+            [*limited, *prefix, *valgrind, sys.executable, *arguments],
+            env=environment, capture_output=True, text=True, timeout=10 * timeout_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"callgrind on {arguments} did not end within {error.timeout:g} s") from error
     counted = re.search(r"Collected : (\d+)", done.stderr)
     if done.returncode != 0 or counted is None:
         raise RuntimeError(f"callgrind failed on {arguments}: {done.stderr.strip()[-400:]}")
