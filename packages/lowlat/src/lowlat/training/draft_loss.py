@@ -178,7 +178,7 @@ class _Objective(torch.autograd.Function):
         heats_RC = heats_QC.repeat_interleave(weights_QP.shape[1], 0)
         scores_RV, target_RV = scores_QPV.detach().flatten(0, 1), target_QPV.flatten(0, 1)
         kernels = _kernels(scores_QPV.device)
-        found_RC = kernels.likeness(scores_RV, target_RV, heats_RC)
+        found_RC: torch.Tensor = kernels.likeness(scores_RV, target_RV, heats_RC)
         overlap_QP = found_RC[:, 1].view_as(weights_QP)
         distance_QP = found_RC[:, 0].view_as(weights_QP) * tau_Q[:, None]
         reached_QP = (overlap_QP * (weights_QP > 0)).cumprod(1)
@@ -191,7 +191,7 @@ class _Objective(torch.autograd.Function):
         weights_RC = torch.stack([(1 - accepting) * weights_QP, each_Q1 * later_QP], -1).flatten(0, 1).float()
         slope_RV = kernels.slope_(scores_RV, target_RV, heats_RC, found_RC, weights_RC.contiguous())
         ctx.save_for_backward(slope_RV.view_as(scores_QPV))
-        distance: torch.Tensor = (distance_QP * weights_QP).sum()
+        distance = (distance_QP * weights_QP).sum()
         return (1 - accepting) * distance - accepting * tokens_Q.log().mean()
 
     @staticmethod
