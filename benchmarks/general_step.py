@@ -2,14 +2,14 @@
 
     python benchmarks/general_step.py
 
-takes a few minutes on an H200, most of them for compiling (`--compiled 1,1024` compiles for one user and short contexts
-only). Three arms share the weights and the memory of the cache, and are measured in alternation:
+takes a few minutes on an H200. Three arms share the weights and the memory of the cache, and are measured in
+alternation:
 
 - `general`: the engine in this process, with scheduler, sampling and run-ahead; a sample is the time between two
   steps' tokens.
 - `torch-eager-graph`, `torch-compile`: the same decoder as an ordinary user writes it, packed projections, QK-norm
   where the model has it, attention over exactly `context` tokens, argmax; one replay of a CUDA graph. It is compiled
-  layer by layer, with the addition before each norm inside, so nothing that a whole graph would fuse is left apart.
+  layer by layer, with the addition before each norm inside; `plain_decoder.py` compiles all cases side by side first.
 
 A kernel library's arm (`--arms lowlat-nvidia,...`) is the same engine with the library's steps switched on, for the
 same requests; its row's details hold the time of the library's forward alone, replayed as a graph.
@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.nn.functional as F
+from plain_decoder import PlainDecoder, compile_side_by_side
 
 from lowlat.bench.arms.base import kernel_library
 from lowlat.bench.arms.torch_step import capture, time_cpu, time_cuda
@@ -47,7 +47,7 @@ from lowlat.engine.build import RankParts, build_rank, make_executor, make_sched
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.request import GenerateRequest, SamplingParams
-from lowlat.models.decoder import Decoder, DecoderLayer, GatedMLP
+from lowlat.models.decoder import Decoder
 from lowlat.parallel.group import SingleRank
 from lowlat_plugin import Mode, StepInputs
 from lowlat_plugin import Path as RoutePath
@@ -56,6 +56,8 @@ PAGE = 16
 ANSWER = 512
 """Most tokens that a case's requests may generate."""
 LONG = 10_000
+SLOW_US = 200_000
+"""A step of PyTorch's that takes longer is left out."""
 NEW_TOKENS = 700
 """Tokens of a follow-up over a cached prefix, the common request of agents."""
 
@@ -80,8 +82,6 @@ class Options(msgspec.Struct, frozen=True):
     steps: int
     ceiling_gb: float | None
     sampling: str = "greedy"
-    compiled: tuple[int, int] = (1 << 30, 1 << 30)
-    """Most requests, and longest context, of cases with the compiled arm."""
     long_batches: list[int] | None = None
     """Requests that decode at a time over contexts beyond `LONG`; None: as for others."""
 
@@ -212,96 +212,9 @@ class EngineCase:
             self.core.turn()
 
 
-class TorchStep:
-    """The decoder as an ordinary user of PyTorch writes it, on the engine's weights and in its cache's memory."""
-
-    def __init__(self, engine: Engine, batch: int, context: int, *, compiled: bool) -> None:
-        decoder, shape = engine.decoder, engine.shape
-        self.shape, self.decoder = shape, decoder
-        device, dtype = decoder.embedding_VH.device, decoder.embedding_VH.dtype
-        self.tokens_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self.position = torch.tensor([context - 1], device=device)
-        cos_PD, sin_PD = decoder.ropes[0].tables
-        self.cos_D, self.sin_D = cos_PD[context - 1].to(dtype), sin_PD[context - 1].to(dtype)
-
-        def cache(tensor_SKD: torch.Tensor) -> torch.Tensor:
-            return tensor_SKD[: batch * context].view(batch, context, *tensor_SKD.shape[1:]).transpose(1, 2)
-
-        self.caches = [(cache(k), cache(v)) for k, v in zip(engine.kv.keys, engine.kv.values, strict=True)]
-        self.layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = self._layer
-        if compiled:
-            torch._dynamo.config.recompile_limit = 256
-            self.layer = torch.compile(self._layer, fullgraph=True, dynamic=False)
-
-    def __call__(self) -> torch.Tensor:
-        """Greedy next tokens [B]."""
-        x_BH = F.embedding(self.tokens_B, self.decoder.embedding_VH)
-        delta_BH = torch.zeros_like(x_BH)
-        for layer, (keys, values) in zip(self.decoder.layers, self.caches, strict=True):
-            x_BH, delta_BH = self.layer(x_BH, delta_BH, _weights(layer), keys, values)
-        x_BH = F.rms_norm(x_BH + delta_BH, (self.shape.hidden,), self.decoder.norm_H, self.shape.eps)
-        return self.decoder.head(x_BH).argmax(-1)
-
-    def _layer(
-        self,
-        x_BH: torch.Tensor,
-        delta_BH: torch.Tensor,
-        weights: list[torch.Tensor],
-        keys_BKLD: torch.Tensor,
-        values_BKLD: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = self.shape
-        qkv, out, gate_up, down, norm1, norm2, *head_norms = weights
-        query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        x_BH = x_BH + delta_BH
-        h_BH = F.rms_norm(x_BH, (shape.hidden,), norm1, shape.eps)
-        q, k, v = F.linear(h_BH, qkv).split([query, key_value, key_value], -1)
-        q_BND = q.view(-1, shape.heads, shape.head_dim)
-        k_BKD, v_BKD = (part.view(-1, shape.kv_heads, shape.head_dim) for part in (k, v))
-        if head_norms:
-            q_BND = F.rms_norm(q_BND, (shape.head_dim,), head_norms[0], shape.eps)
-            k_BKD = F.rms_norm(k_BKD, (shape.head_dim,), head_norms[1], shape.eps)
-        keys_BKLD.index_copy_(2, self.position, self._rotate(k_BKD).unsqueeze(2))
-        values_BKLD.index_copy_(2, self.position, v_BKD.unsqueeze(2))
-        mixed = F.scaled_dot_product_attention(
-            self._rotate(q_BND).unsqueeze(2), keys_BKLD, values_BKLD, enable_gqa=True
-        )
-        x_BH = x_BH + F.linear(mixed.reshape(-1, query), out)
-        gate, up = F.linear(F.rms_norm(x_BH, (shape.hidden,), norm2, shape.eps), gate_up).chunk(2, -1)
-        return x_BH, F.linear(F.silu(gate) * up, down)
-
-    def _rotate(self, x_BXD: torch.Tensor) -> torch.Tensor:
-        half = self.shape.head_dim // 2
-        # The table's sine has its first half negative already.
-        return x_BXD * self.cos_D + torch.cat((x_BXD[..., half:], x_BXD[..., :half]), -1) * self.sin_D
-
-
-def _weights(layer: DecoderLayer) -> list[torch.Tensor]:
-    mlp: Any = layer.mlp
-    assert isinstance(mlp, GatedMLP)
-    weights = [_plain(packed) for packed in (layer.qkv, layer.output, mlp.gate_up, mlp.down)]
-    weights += [layer.input_norm_H, layer.mlp_norm_H]
-    if layer.head_norm_XD is not None:
-        weights += [layer.head_norm_XD[0], layer.head_norm_XD[layer.query_heads]]
-    return weights
-
-
-def _plain(packed: Any) -> torch.Tensor:
-    """A platform's weight as a tensor [out, in]; what a CPU packs is unpacked by multiplying the identity."""
-    weight_OI = getattr(packed, "weight_OI", None)
-    if weight_OI is None:
-        weight_OI = packed._weight_OI
-    if weight_OI is not None:
-        return weight_OI
-    if not hasattr(packed, "_unpacked"):
-        size = packed._packed.shape[1]
-        packed._unpacked = packed(torch.eye(size, dtype=packed._packed.dtype)).T.contiguous()
-    return packed._unpacked
-
-
 def torch_arm(engine: Engine, batch: int, context: int, options: Options, *, compiled: bool) -> Arm:
-    """Microseconds of single replays."""
-    step = TorchStep(engine, batch, context, compiled=compiled)
+    """Microseconds of single replays. Raises `RuntimeError` for steps that nobody would wait for."""
+    step = PlainDecoder(engine.decoder, engine.kv, engine.shape, batch, context, compiled=compiled)
     with torch.inference_mode():
         for _ in range(2):
             step()
@@ -311,6 +224,8 @@ def torch_arm(engine: Engine, batch: int, context: int, options: Options, *, com
         with torch.inference_mode():
             return time_cuda(run, options.steps) if options.device == "cuda" else time_cpu(run, options.steps)
 
+    if options.device == "cuda" and (slow := time_cuda(run, 1)[0]) > SLOW_US:
+        raise RuntimeError(f"a step takes {slow / 1e3:.0f} ms")
     return measure
 
 
@@ -320,10 +235,7 @@ def measure_case(engine: Engine, batch: int, context: int, options: Options) -> 
     arms: dict[str, Arm] = {"general": lambda: case.decode(options.steps)}
     if options.kernels_arm is not None:
         arms[options.kernels_arm] = lambda: case.decode(options.steps, kernels=True)
-    # PyTorch's attention over many long contexts takes so long that there is nothing to learn from it.
-    wanted = ["torch-eager-graph"] if batch == 1 or context <= LONG else []
-    wanted += ["torch-compile"] if batch <= options.compiled[0] and context <= options.compiled[1] else []
-    for name in (name for name in wanted if name in options.arms):
+    for name in (name for name in ("torch-eager-graph", "torch-compile") if name in options.arms):
         try:
             arms[name] = torch_arm(engine, batch, context, options, compiled=name == "torch-compile")
         except (RuntimeError, torch.OutOfMemoryError) as error:
@@ -388,10 +300,14 @@ def run(options: Options, directory: Path) -> Path:
         gpus=gpus,
     )
     path: Path | None = None
+    cases = [(model, *case) for model in options.models for case in options.cases]
+    compiling = compile_side_by_side(cases, options.dtype, "cuda") if gpus and "torch-compile" in options.arms else []
     for model in options.models:
         started = time.perf_counter()
         engine = Engine(find_shape(model), options)
         print(f"{model}: built in {time.perf_counter() - started:.1f} s", flush=True)
+        for process in compiling:  # nobody beside what is measured
+            process.wait()
         for batch, context in options.cases:
             print(f"{model}, {batch} requests, context {context}", flush=True)
             result.rows += rows_of(engine, batch, context, options, ceiling)
@@ -419,9 +335,6 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="steps in one measurement; a round holds two of each arm")
     parser.add_argument("--sampling", default="greedy", choices=list(SAMPLING), help="of the engine's arms")
-    parser.add_argument(
-        "--compiled", help="most requests, and longest context, that torch-compile runs for; default: all"
-    )
     parser.add_argument("--long-batches", help=f"as --batches, for contexts beyond {LONG}; default: the same")
     parser.add_argument("--ceiling-gb", type=float)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
@@ -438,9 +351,6 @@ def main(arguments: list[str] | None = None) -> Path:
         got.ceiling_gb,
         got.sampling,
     )
-    if got.compiled:
-        requests, context = map(int, got.compiled.split(","))
-        options = msgspec.structs.replace(options, compiled=(requests, context))
     if got.long_batches:
         long_batches = [int(text) for text in got.long_batches.split(",")]
         options = msgspec.structs.replace(options, long_batches=long_batches)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,12 @@ import pytest
 from lowlat.bench.results import load
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "general_step.py"
+
+
+@pytest.fixture(autouse=True)
+def beside(monkeypatch):
+    """What a script imports from its own folder."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
 
 
 def script():
@@ -33,6 +42,17 @@ def test_a_dry_run_on_a_cpu(tmp_path, monkeypatch):
     assert seen == {(*arm, rows, context) for arm in arms for rows in (1, 3) for context in (64, 96)}
     steps = [row for row in result.rows if row.metric == "step_us" and row.arm != "read-floor"]
     assert all(row.samples == 2 * 2 * 3 and row.median > 0 for row in steps)
+
+
+@pytest.mark.slow
+def test_a_case_compiled_alone_is_found_later(tmp_path):
+    """By a process of its own, as the run that measures it."""
+    command = [sys.executable, str(SCRIPT.with_name("plain_decoder.py")), "tiny", "3", "64", "float32", "cpu"]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    said = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)
+    ]
+    assert [text.split(": ")[1].strip() for text in said] == ["compiled", "found"]
 
 
 def test_a_run_that_would_outlast_its_requests_is_refused(capsys):
