@@ -11,6 +11,8 @@ constexpr int WARPS = 16, THREADS = 32 * WARPS, ROWS = 16;  // rows of a tile
 constexpr int K_PAIRS = RANK / 32;                          // pairs of matrix instructions along the rank
 constexpr int TILE_BYTES = ROWS * RANK * 2;
 constexpr int TAG_BITS = 15, INDEX_BITS = 17, COPY_STAGE = 15;
+constexpr int ROUNDS = (MAX_TILES * ROWS + THREADS - 1) / THREADS;  // rows of a thread, when one is chosen
+constexpr bool AHEAD = MAX_REQUESTS == 1;  // base logits come a step ahead
 constexpr int NOT_RESIDENT = MAX_TILES - WARPS;             // tiles of a block that no register holds
 static_assert(RESIDENT <= (NOT_RESIDENT > 0 ? NOT_RESIDENT : 0), "more tiles in shared memory than there are");
 
@@ -36,6 +38,9 @@ struct Shared {
   float logits[MAX_REQUESTS][MAX_TILES * ROWS];
   u64 best[MAX_REQUESTS][WARPS];
   int tokens[MAX_REQUESTS];
+  float base[AHEAD ? ROUNDS * THREADS : 1];
+  float temperatures[MAX_REQUESTS];
+  u64 seeds[MAX_REQUESTS], positions[MAX_REQUESTS];
   u32 epoch, failed;
   u64 barriers[RESIDENT > 0 ? RESIDENT : 1];
 };
@@ -113,17 +118,24 @@ DEV void give_up(const Params& p, Shared& s, int stage) {
   s.failed = 1;
 }
 
+// One request: its base logits of a step, on their way while the step's token is still being agreed on. A thread reads
+// what it has copied.
+DEV void copy_base(const Params& p, Shared& s, int step, int first_row, int rows) {
+  if (!AHEAD || step >= p.steps) return;
+  for (int n = threadIdx.x; n < rows; n += THREADS)
+    copy_async_word(shared_address(s.base + n), p.base + step * p.base_step + first_row + n);
+}
 // The block's best word of each request, published to every rank.
 DEV void publish_best(const Params& p, Shared& s, int step, int first_row, int rows) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  copies_done();
   for (int request = 0; request < p.requests; request++) {
-    const float temperature = p.temperatures[request];
+    const float temperature = s.temperatures[request];
     const long long place = request * p.base_request + step * p.base_step + first_row;
-    const u64 stream =
-        mix64((u64)p.seeds[request] ^ mix64((u64)(p.positions[request] + step) + 0x9e3779b97f4a7c15ull));
+    const u64 stream = mix64(s.seeds[request] ^ mix64(s.positions[request] + step + 0x9e3779b97f4a7c15ull));
     u64 best = 0;
     for (int n = thread; n < rows; n += THREADS) {
-      float x = s.logits[request][n] + p.base[place + n];
+      float x = s.logits[request][n] + (AHEAD ? s.base[n] : p.base[place + n]);
       if (p.logits) p.logits[((long long)request * p.steps + step) * p.local_vocabulary + first_row + n] = x;
       const int token = p.first_token + first_row + n;
       if (temperature > 0.f) x = __fadd_rn(__fdiv_rn(x, temperature), gumbel(stream, token));
@@ -154,25 +166,32 @@ DEV void publish_best(const Params& p, Shared& s, int step, int first_row, int r
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p.embedding + (long long)token * (RANK * 2) + lane * 128));
   }
 }
-// Waits for the words of all blocks of all ranks. A warp a request; false: somebody gave up.
+// Waits for the words of all blocks of all ranks. A warp a request, some words a lane, all asked for at once.
 DEV void agree(const Params& p, Shared& s, int step) {
+  constexpr int BATCH = 9;
   const int lane = threadIdx.x % 32, request = threadIdx.x / 32;
   if (request >= p.requests) return;
-  const u32 tag = s.epoch & ((1u << TAG_BITS) - 1), words = p.ranks * gridDim.x;
-  const u64* inbox = p.inboxes[p.rank] + (step * MAX_REQUESTS + request) * words;
+  const u32 mask = (1u << TAG_BITS) - 1, tag = s.epoch & mask, words = p.ranks * gridDim.x;
+  const u64* inbox = p.inboxes[p.rank] + (step * MAX_REQUESTS + request) * words + lane;
   u64 best = 0;
   u32 polls = 0;
   bool failed = false;
-  for (int i = lane; i < words && !failed; i += 32) {
-    u64 word = load_system(inbox + i);
-    while ((word & ((1u << TAG_BITS) - 1)) != tag) {
-      if (++polls % 256 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]))) {
-        failed = true;
-        break;
-      }
-      word = load_system(inbox + i);
+  for (u32 from = lane; from < words && !failed; from += 32 * BATCH, inbox += 32 * BATCH) {
+    u32 missing = 0;
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) missing |= (u32)(from + 32 * i < words) << i;
+    while (missing && !failed) {
+      u64 got[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) got[i] = missing >> i & 1 ? load_system(inbox + 32 * i) : 0;
+#pragma unroll
+      for (int i = 0; i < BATCH; i++)
+        if ((missing >> i & 1) && ((u32)got[i] & mask) == tag) {
+          best = got[i] > best ? got[i] : best;
+          missing &= ~(1u << i);
+        }
+      failed = missing && ++polls % 64 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]));
     }
-    best = word > best ? word : best;
   }
   if (failed) give_up(p, s, step);
 #pragma unroll
@@ -199,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
   const int others = max(0, tiles - WARPS);  // tiles that no register holds come first
   const int kept = min(others, RESIDENT);
   if (thread == 0) {
-    s.epoch = ++p.epochs[block];
+    p.epochs[block] = s.epoch = __ldcg(p.epochs + block) + 1;
     s.failed = load_system_word(p.errors[p.rank]) != 0;
     for (int i = 0; i < kept; i++) barrier_init(shared_address(&s.barriers[i]), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -211,7 +230,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
                 barrier, policy);
     }
   }
-  if (thread < p.requests) s.tokens[thread] = (int)p.anchors[thread];
+  if (thread < p.requests) {
+    s.tokens[thread] = (int)p.anchors[thread];
+    s.temperatures[thread] = p.temperatures[thread];
+    s.seeds[thread] = p.seeds[thread], s.positions[thread] = p.positions[thread];
+  }
   const bool own = others + warp < tiles;
   const u64 once = read_once_policy(), keep = keep_policy();
   uint4 mine[2 * K_PAIRS];
@@ -219,13 +242,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
   for (int k = 0; k < 2 * K_PAIRS; k++)
     mine[k] = own ? load_kept(head + ((others + warp) * 2 * K_PAIRS + k) * 32 + lane, once) : make_uint4(0, 0, 0, 0);
   prefetch_base(p, first * ROWS, rows);
+  copy_base(p, s, 0, first * ROWS, rows);
   __syncthreads();
   for (int step = 0; step < p.steps && !s.failed; step++) {
     uint4 b[K_PAIRS];
     load_embeddings(p, s, lane, b);
 #pragma unroll 1
     for (int tile = warp; tile < others; tile += WARPS) {
-      if (tile < RESIDENT) {
+      if (RESIDENT >= NOT_RESIDENT || tile < RESIDENT) {
         if (step == 0) {
           const u32 barrier = shared_address(&s.barriers[tile]);
           u32 polls = 0;
@@ -242,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
     if (own) multiply(s, lane, others + warp, b, [&](int k) { return mine[k]; });
     __syncthreads();
     publish_best(p, s, step, first * ROWS, rows);
+    copy_base(p, s, step + 1, first * ROWS, rows);
     agree(p, s, step);
     __syncthreads();
   }

@@ -132,6 +132,9 @@ DEV void mma8(float (&d)[4], u32 a, u32 b) {
 DEV void copy_async(u32 to, const void* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
 }
+DEV void copy_async_word(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
 // Arrives when all copies that this thread has started are done.
 DEV void barrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -77,7 +77,9 @@ class MarkovPlan:
 
     def _fixed_bytes(self, resident: int) -> int:
         logits = self.max_requests * self.tiles_a_block * TILE_ROWS * 4
-        return logits + self.max_requests * (WARPS * 8 + 4) + 8 * max(resident, 1) + 64
+        if self.max_requests == 1:  # base logits of the next step
+            logits += -(-self.tiles_a_block * TILE_ROWS // THREADS) * THREADS * 4
+        return logits + self.max_requests * (WARPS * 8 + 24) + 8 * max(resident, 1) + 64
 
     @property
     def shared_bytes(self) -> int:
