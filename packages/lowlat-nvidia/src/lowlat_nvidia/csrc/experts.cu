@@ -299,9 +299,8 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const Params p) {
   Shared& s = *(Shared*)dynamic_shared();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  if (thread == 0) {
-    for (int i = 0; i < PAGES; i++) barrier_init(shared_address(&s.full[i]), 1);
-    for (int i = 0; i < PAGES * PAGE_TILES; i++) barrier_init(shared_address(&s.tiles[i]), 1);
+  for (int i = thread; i < PAGES * (1 + PAGE_TILES); i += THREADS) {
+    barrier_init(shared_address(i < PAGES ? &s.full[i] : &s.tiles[i - PAGES]), 1);
     barriers_ready();
   }
   Rows rows;
