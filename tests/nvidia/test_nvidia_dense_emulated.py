@@ -18,7 +18,10 @@ from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 
 pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x86-64")
 BLOCKS = 32
-SHAPE = plans.DenseShape(1, 512, 8, 2, 64, 512, 300, False)
+SHAPES = {
+    "heads of 64": plans.DenseShape(1, 512, 8, 2, 64, 512, 300, False),
+    "heads of 128": plans.DenseShape(1, 512, 4, 2, 128, 512, 300, True),
+}
 
 
 @pytest.fixture
@@ -28,24 +31,27 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, changes: dict[str, tuple[str, str]] | None = None
+    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, changes: dict[str, tuple[str, str]] | None = None
 ) -> tuple[steps.DenseStep, pack.DenseWeights]:
-    plan = plans.DensePlan(SHAPE)
+    """A ring of three units: it comes round soon."""
+    shape = SHAPES[name]
+    plan = plans.DensePlan(shape, units=3, ahead=2)
     library = machine.build(plan.definitions(), folder, changes)
     monkeypatch.setattr(steps, "compile_cubin", lambda name, definitions: (b"", ""))
     monkeypatch.setattr(
-        steps, "Function", lambda cubin, name, shared: machine.EmulatedFunction(library, SHAPE.kv_heads, shared)
+        steps, "Function", lambda cubin, name, shared: machine.EmulatedFunction(library, shape.kv_heads, shared)
     )
-    weights = reference.random_weights(SHAPE, 3, "cpu")
-    rotary = rotary_table(frequencies({"rope_theta": 5e5}, SHAPE.head_dim), 2000, "cpu")
+    weights = reference.random_weights(shape, 3, "cpu")
+    rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 2000, "cpu")
     return steps.DenseStep(plan, weights, rotary, "cpu"), weights
 
 
-def distance(built: steps.DenseStep, weights: pack.DenseWeights, positions: list[list[int]]) -> float:
+def distance(built: steps.DenseStep, weights: pack.DenseWeights, positions: list[list[int]], page_size: int) -> float:
     """Of the worst row from float32, relative. Rows are compared with themselves alone bit for bit."""
-    inputs, pools = make_case(SHAPE, positions, 16, 5, "cpu")
-    expected = reference.reference_step(SHAPE, weights, built.rotary, copy_pools(pools), 16, inputs)
-    built.bind(pools, 16)
+    shape = built.plan.shape
+    inputs, pools = make_case(shape, positions, page_size, 5, "cpu")
+    expected = reference.reference_step(shape, weights, built.rotary, copy_pools(pools), page_size, inputs)
+    built.bind(pools, page_size)
     built.logits_RV.fill_(float("nan"))
     logits = built.run(inputs, 1).clone()
     built.check()
@@ -55,13 +61,16 @@ def distance(built: steps.DenseStep, weights: pack.DenseWeights, positions: list
     return ((logits - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
 
 
-def test_the_kernel_is_right_on_a_cpu(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    built, weights = build(monkeypatch, tmp_path)
-    assert distance(built, weights, [[333]]) < 1e-2
-    assert distance(built, weights, [[5], [70, 71]]) < 1e-2
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_kernel_is_right_on_a_cpu(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    built, weights = build(monkeypatch, tmp_path, name)
+    assert distance(built, weights, [[333]], 16) < 1e-2
+    assert distance(built, weights, [[5], [70, 71]], 1) < 1e-2
 
 
 def test_a_wait_that_is_left_out_shows(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wait = "if (__float_as_uint(x[e]) == EMPTY) x[e] = __uint_as_float(gather_word(c, words(item) + e * 32, 2));"
-    built, weights = build(monkeypatch, tmp_path, {"attention.cuh": (wait, "x[e] += 0.f;")})
-    assert not distance(built, weights, [[40]]) < 1e-2
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", {"attention.cuh": (wait, "x[e] += 0.f;")})
+    assert not distance(built, weights, [[40]], 16) < 1e-2

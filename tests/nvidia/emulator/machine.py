@@ -6,8 +6,9 @@ import ctypes
 import hashlib
 import platform
 import shutil
+import struct
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lowlat_nvidia import jit
@@ -75,6 +76,11 @@ class EmulatedFunction:
         cluster = plans.BLOCKS // self.kv_heads
         if not self.library.emu_run(ctypes.byref(parameters), blocks, threads, cluster, self.shared, self.seed):
             raise RuntimeError("the emulated step does not end")
+
+    @staticmethod
+    def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+        assert list(box) == [64, 16, 1, sizes[3]], "boxes of 16 slots"
+        return struct.pack("4q", address, strides[0], strides[1], sizes[3]).ljust(jit.TENSOR_MAP, b"\0")
 
     def close(self) -> None:
         pass

@@ -217,18 +217,6 @@ DEV void mma(float (&d)[4], uint4 a, u32 b0, u32 b1) {
           d[2 * row + j] += bf_low(x) * bf_low(y) + bf_high(x) * bf_high(y);
         }
 }
-DEV void mma8(float (&d)[4], u32 a, u32 b) {
-  const u64 mine[2] = {a, b};
-  u64 (*all)[4];
-  emu_meet_warp(mine, 2, &all);
-  const int g = emu_now->lane / 4, q = emu_now->lane % 4;
-  for (int j = 0; j < 2; j++)
-    for (int k = 0; k < 4; k++) {
-      const u32 x = all[4 * g + k][0], y = all[4 * (2 * q + j) + k][1];
-      d[j] += bf_low(x) * bf_low(y) + bf_high(x) * bf_high(y);
-    }
-}
-
 DEV float emu_half(u32 bits) {
   const unsigned short low = bits;
   _Float16 h;
@@ -280,6 +268,18 @@ DEV u32 load_shared_word(u32 address) {
   memcpy(&v, emu_resolve(address), 4);
   return v;
 }
+DEV uint4 load_transposed(u32 address) {
+  if (address % 16) { fprintf(stderr, "misaligned shared load\n"); abort(); }
+  u64 mine[1] = {(u64)emu_resolve(address)}, (*all)[4];
+  emu_meet_warp(mine, 1, &all);
+  const int g = emu_now->lane / 4, q = emu_now->lane % 4;
+  u32 v[4];
+  for (int m = 0; m < 4; m++) {
+    const unsigned short *even = (const unsigned short*)all[8 * m + 2 * q][0], *odd = (const unsigned short*)all[8 * m + 2 * q + 1][0];
+    v[m] = even[g] | (u32)odd[g] << 16;
+  }
+  return {v[0], v[1], v[2], v[3]};
+}
 DEV uint4 load_exchange(const void* p) { emu_yield(); return *(const uint4*)p; }
 DEV u32 load_exchange_word(const void* p) { emu_yield(); return *(volatile const u32*)p; }
 DEV void store_shared(u32 address, uint4 v) { memcpy(emu_resolve(address), &v, 16); }
@@ -325,6 +325,20 @@ DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
   if (to % 16 || (u64)from % 16 || bytes % 16) { fprintf(stderr, "misaligned bulk copy\n"); abort(); }
   emu_later({0, to, {}, (int)bytes, (const u8*)from, barrier, emu_now->block});
 }
+// What `machine.py` puts into a tensor map.
+struct EmuMap { u64 address; long slot_stride, head_stride, panels; };
+DEV void copy_tensor(u32 to, const u8* map, int slot, int head, u32 barrier, u64) {
+  const EmuMap m = *(const EmuMap*)map;
+  if (to % 1024) { fprintf(stderr, "misaligned tensor copy\n"); abort(); }
+  for (int panel = 0; panel < m.panels; panel++)
+    for (int t = 0; t < 16; t++)
+      for (int piece = 0; piece < 8; piece++) {
+        const u8* from = (const u8*)m.address + (slot + t) * m.slot_stride + head * m.head_stride + panel * 128 + piece * 16;
+        emu_later({0, to + panel * 2048 + t * 128 + (piece ^ t % 8) * 16, {}, 16, from, barrier, emu_now->block});
+      }
+}
+DEV void prefetch_tensor(const u8*, int, int) {}
+DEV void map_ready(const u8*) {}
 DEV void send(u32 to, u32 v, u32 barrier) { emu_later({1, to, {v, 0, 0, 0}, 4, nullptr, barrier, emu_now->block}); }
 DEV void send(u32 to, uint4 v, u32 barrier) {
   if (to % 16) { fprintf(stderr, "misaligned store\n"); abort(); }

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+TENSOR_MAP = 128
+"""Bytes of a description of a tensor for the copy engine."""
 
 
 class BuildError(RuntimeError):
@@ -159,6 +162,26 @@ class Function:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         (error,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         _check(driver, error, "cuLaunchKernelEx")
+
+    @staticmethod
+    def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+        """Describes a bfloat16 tensor for copies of boxes into shared memory, swizzled over 128 bytes.
+
+        `sizes` and `box` in elements, `strides` in bytes; innermost dimension first, which has no stride.
+        Raises BuildError where the driver takes no such tensor.
+        """
+        rank = len(sizes)
+        room = ctypes.create_string_buffer(TENSOR_MAP + 64)
+        start = -ctypes.addressof(room) % 64
+        bfloat16, no_interleave, swizzle_128, promote_128, zeros = 9, 0, 3, 2, 0
+        status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+            ctypes.c_void_p(ctypes.addressof(room) + start), bfloat16, rank, ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank), no_interleave, swizzle_128, promote_128, zeros,
+        )  # fmt: skip
+        if status:
+            raise BuildError(f"no tensor map of sizes {sizes}, strides {strides}: error {status}")
+        return room.raw[start : start + TENSOR_MAP]
 
     def attributes(self) -> dict[str, int]:
         """Registers a thread, bytes of local memory a thread."""

@@ -1,24 +1,35 @@
 // Attention of one KV head over one split of the context, then the sum over splits.
-// A warp takes 8 tokens at a time (a unit) through the matrix instruction: scores = queries (A: head g in row g) x keys
-// (B: a token a column), output = weights (A) x values (B). With lane (g, q): keys of token g, elements 8 q to 8 q + 7
-// of every 32; values of tokens 2q and 2q + 1, elements 8 g to 8 g + 7 of every 64. The layouts of scores and weights
-// agree, so nothing moves between lanes but the maximum.
-// Units lie in a ring of shared memory for each warp, filled by four warps that do nothing else: the cache does not depend
-// on this step, so they run ahead over rows and layers. Which warp sums which token depends on the row's own context alone, so its bits do not depend
-// on its neighbours.
+// A warp takes a unit of 16 tokens through the matrix instruction: scores = queries (A: head g in row g) x keys (B: a token a
+// column), output = values (A: an element a row, transposed as they are loaded) x weights (B: a head a column). The layout of scores
+// is that of the weights. A row's own length says which of eight warps' sums a token belongs to; which warp computes that sum differs
+// from row to row, so that rows of few units go through different warps at once. A row's bits do not depend on its neighbours.
 #pragma once
-#include "gemv.cuh"
+#include "cache.cuh"
 
-constexpr int STRIPE = WARPS * 8;           // tokens that a block takes at a time
-constexpr int KEY_LOADS = HEAD_DIM / 32, VALUE_LOADS = HEAD_DIM / 64;  // 16-byte loads a token and lane
+constexpr int TILES_OUT = HEAD_DIM / 16;  // of 16 elements of the output
+constexpr int KEY_LOADS = HEAD_DIM / 32;  // 16-byte loads of a lane for 8 tokens
+constexpr int ROW_PARTS = GROUP_DIM / 4;  // 16-byte pieces of a warp's sum
 constexpr float LOG2E = 1.44269504f;
-static_assert(GROUP <= 8, "a query head in each row of the matrix instruction");
+static_assert(GROUP <= 8 && GROUP % 2 == 0, "a query head in each column of the matrix instruction, two a lane");
 
-DEV int slot_of(const Params& p, const Shared& s, int row, int token) {
-  const int page = token >> p.page_shift;
-  return (__ldg(s.control.pages[row] + page) << p.page_shift) + (token - (page << p.page_shift));
+// How many units each row has, and which rows' warps are joined together: as many as there is room for their sums.
+DEV void count_units(Control& k, int rows) {
+  int parts = 0;
+  k.first_unit[0] = 0;
+  k.joined = 0;
+#pragma unroll 1
+  for (int row = 0; row < rows; row++) {
+    const int units = (k.end[row] - k.begin[row] + UNIT_TOKENS - 1) / UNIT_TOKENS, sums = min(units, WARPS);
+    if (parts + sums > PARTS) {
+      k.joined |= 1u << (row - 1);
+      parts = 0;
+    }
+    k.first_unit[row + 1] = k.first_unit[row] + units;
+    k.place[row] = parts;
+    parts += sums;
+  }
+  k.joined |= 1u << (rows - 1);
 }
-
 // What does not change from layer to layer is read once, when the step begins. A row of padding computes the first real
 // row again, to the same bits and the same place; where all are padding, they compute one token and write to the scratch.
 DEV void read_rows(Context& c) {
@@ -36,7 +47,7 @@ DEV void read_rows(Context& c) {
 #pragma unroll 1
     for (int q = 1; q < c.p.requests; q++) request += c.p.query_start[q] <= source;
     const int first = c.p.query_start[request], total = real ? (int)c.p.positions[source] + 1 : 1;
-    const int each = (total + SPLITS - 1) / SPLITS;
+    const int each = (total + SPLITS * UNIT_TOKENS - 1) / (SPLITS * UNIT_TOKENS) * UNIT_TOKENS;
     k.token[row] = (int)c.p.tokens[source];
     k.first[row] = first;
     k.begin[row] = min(total, split * each);
@@ -44,10 +55,12 @@ DEV void read_rows(Context& c) {
     k.cached[row] = real ? (int)c.p.positions[first] : 0;
     k.own[row] = total - 1;
     k.pages[row] = c.p.page_table + (long)(c.p.table_rows ? c.p.table_rows[request] : request) * c.p.table_stride;
-    k.own_slot[row] = real ? slot_of(c.p, c.s, row, total - 1) : 0;
+    const int page = (total - 1) >> c.p.page_shift;
+    k.own_slot[row] = real ? (__ldg(k.pages[row] + page) << c.p.page_shift) + total - 1 - (page << c.p.page_shift) : 0;
   }
   for (int i = c.thread; i < 2 * LAYERS; i += THREADS) k.pools[i / 2][i % 2] = (const u8*)(real ? c.p.pools[i] : c.p.scratch);
   block_sync();
+  if (c.thread == 0) count_units(k, c.rows);
   for (int i = c.thread; i < c.rows * HEAD_DIM; i += THREADS) {
     const int row = i / HEAD_DIM, d = i % HEAD_DIM;
     k.rotary[row][d] = c.p.rotary[(long)k.own[row] * HEAD_DIM + d];
@@ -118,7 +131,9 @@ DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool,
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
         const unsigned short value = (unsigned short)bf_pair(x[e], 0.f);
-        c.s.fresh[part - GROUP][row][e * 32 + c.lane] = value;
+        const int d = e * 32 + c.lane;
+        unsigned short* fresh = (unsigned short*)c.s.fresh + d / 64 * (PANEL / 2) + ((part - GROUP) * 8 + row) * 64;
+        fresh[swizzled(own, d % 64 / 8) / 2 + d % 8] = value;
         if (write)
           ((unsigned short*)pool)[slot * c.p.slot_stride + head * c.p.head_stride + e * 32 + c.lane] = value;
       }
@@ -126,254 +141,188 @@ DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool,
   }
 }
 
-// The next unit to copy for one consumer warp: its tokens base to base + 7 of a row of a layer.
-struct Cursor {
-  int warp, layer, row, base, slot;
-  u32 phase;
-  int where;  // lanes 0 to 7: the cache slot of token base + lane, looked up a unit ahead; -1 if it is not cached
+struct Accumulator {
+  float top, sum;            // of head g: the greatest score; the sum over this lane's tokens alone
+  float out[TILES_OUT][4];   // elements 16 i + g of heads 2q and 2q + 1, then elements 16 i + g + 8
 };
-DEV void look_up(const Params& p, const Shared& s, Cursor& at, int lane) {
-  const Control& k = s.control;
-  const int token = at.base + lane;
-  at.where = lane < 8 && token < min(k.end[at.row], k.cached[at.row]) ? slot_of(p, s, at.row, token) : -1;
-}
-// Fills a unit with 16-byte copies; tokens that are not cached become zeros. Fast, but loads return in order within a
-// multiprocessor: what is polled for waits behind these. PLAIN_COPIES does the same by loads and stores, and every
-// lane says for itself that it has read a unit, for tools that know of no other way.
-DEV void copy_pieces(const Params& p, u32 to, const u8* keys, const u8* values, long head, int where, u32 full, int lane) {
+// Weights of 16 tokens, packed as the B operand, from their scores [tile of 8 tokens][token 2q, 2q + 1] of head g. Sums are
+// scaled anew only where a maximum grows.
+DEV void weigh(Context& c, const float (&s)[2][2], Accumulator& acc, u32 (&weight)[2]) {
+  const float scale = rsqrtf((float)HEAD_DIM) * LOG2E;
+  float top = fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1]));
+  if (__any_sync(~0u, top > acc.top)) {
+    top = fmaxf(acc.top, top);
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const float shrink = fast_exp2((acc.top - top) * scale);
+    acc.top = top;
+    acc.sum *= shrink;
+    const float even = __shfl_sync(~0u, shrink, 8 * c.q), odd = __shfl_sync(~0u, shrink, 8 * c.q + 4);
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 32; i++) {
-    const int index = i * 32 + lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
-    const int slot = __shfl_sync(~0u, where, t);
-    const long from = ((slot < 0 ? 0 : slot) * p.slot_stride + head + piece * 8) * 2;
-#if PLAIN_COPIES
-    const uint4 none = make_uint4(0, 0, 0, 0);
-    store_shared(to + t * KEY_STRIDE + piece * 16, slot >= 0 ? load_stream(keys + from) : none);
-    store_shared(to + 8 * KEY_STRIDE + t * VALUE_STRIDE + piece * 16, slot >= 0 ? load_stream(values + from) : none);
+    for (int i = 0; i < TILES_OUT; i++) {
+      acc.out[i][0] *= even; acc.out[i][2] *= even;
+      acc.out[i][1] *= odd; acc.out[i][3] *= odd;
+    }
   }
-  barrier_arrive(full);
-#else
-    copy_async(to + t * KEY_STRIDE + piece * 16, keys + from, slot >= 0);
-    copy_async(to + 8 * KEY_STRIDE + t * VALUE_STRIDE + piece * 16, values + from, slot >= 0);
-  }
-  barrier_arrive_after_copies(full);
-#endif
-}
-// The same with a bulk copy for each key and each value, which no other load waits for, at a tenth of the rate. Tokens
-// that are not cached keep what was there: their weights are zero, and it is finite.
-DEV void copy_tokens(const Params& p, u32 to, const u8* keys, const u8* values, long head, int where, u32 full, int lane,
-                     u64 policy) {
-  const int slot = __shfl_sync(~0u, where, lane % 8);
-  const u32 bytes = __popc(__ballot_sync(~0u, where >= 0)) * HEAD_DIM * 4;
-  if (lane == 0)
-    barrier_expect(full, bytes);
-  else
-    barrier_arrive(full);
-  __syncwarp();
-  if (lane < 16 && slot >= 0) {
-    to += lane < 8 ? lane * KEY_STRIDE : 8 * KEY_STRIDE + (lane - 8) * VALUE_STRIDE;
-    copy_bulk(to, (lane < 8 ? keys : values) + (slot * p.slot_stride + head) * 2, HEAD_DIM * 2, full, policy);
-  }
-}
-DEV void copy_unit(const Params& p, Shared& s, u32 units, Cursor& at, int lane, bool patient, u64 policy) {
-  const Control& k = s.control;
-  const long head = blockIdx.x / SPLITS * p.head_stride;
-  const u32 to = units + (at.warp * UNITS + at.slot) * UNIT, full = shared_address(&s.unit_full[at.warp][at.slot]);
-  const u8 *keys = k.pools[at.layer][0], *values = k.pools[at.layer][1];
-  if (patient)
-    copy_tokens(p, to, keys, values, head, at.where, full, lane, policy);
-  else
-    copy_pieces(p, to, keys, values, head, at.where, full, lane);
-  at.base += STRIPE;
-  if (at.base >= k.end[at.row]) {
-    if (++at.row == p.rows) { at.row = 0; at.layer++; }
-    at.base = k.begin[at.row] + at.warp * 8;
-  }
-  if (++at.slot == UNITS) { at.slot = 0; at.phase ^= 1; }
-  look_up(p, s, at, lane);
-}
-// What a copying warp does: units for two consumer warps, as they become empty, in whatever order that is.
-DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
-  // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
-  // other block is waited for.
-  const int tokens = s.control.end[0] - s.control.begin[0];
-  const bool patient = !PLAIN_COPIES && p.rows == 1 && tokens <= 2 * STRIPE;
-  const int lead = tokens <= STRIPE ? UNITS : max(1, UNITS / 2);  // layers that the ring holds
-  const int end = runs(p, 2) ? end_layer(p) : 0;
-  const u64 policy = read_once_policy();
-  Cursor at[2];
+  const float shift = acc.top * scale;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    at[j] = {warp + j * WARPS / 2, first_layer(p), 0, s.control.begin[0] + (warp + j * WARPS / 2) * 8, 0, 1};
-    look_up(p, s, at[j], lane);
+    weight[j] = bf_pair(fast_exp2(fmaf(s[j][0], scale, -shift)), fast_exp2(fmaf(s[j][1], scale, -shift)));
+    acc.sum += bf_low(weight[j]) + bf_high(weight[j]);
   }
-  long long since = clock_now();
-#pragma unroll 1
-  while (at[0].layer < end || at[1].layer < end) {
-    bool idle = true;
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-      if (at[j].layer < end && !(PACED && patient && __any_sync(~0u, s.progress <= at[j].layer - lead)) &&
-          __all_sync(~0u, barrier_test(shared_address(&s.unit_empty[at[j].warp][at[j].slot]), at[j].phase))) {
-        copy_unit(p, s, units, at[j], lane, patient, policy);
-        idle = false;
-        since = clock_now();
-      }
-    if (!idle) continue;
-    // The warps that compute wait at most once for every stage, and then go on: this is beyond all of their waits.
-    if (__any_sync(~0u, clock_now() - since > p.spin_limit * 4096ll)) {
-      if (lane == 0) store_exchange(p.state + 1, 1u + blockIdx.x * 16 + 10);
-      break;
-    }
-    __nanosleep(IDLE_NS);  // polling takes shared memory's time from the warps that compute
-  }
-  copies_done();
 }
-
-struct Accumulator {
-  float top, sum;                // of head g; the sum over this lane's tokens alone
-  float out[VALUE_LOADS][8][4];  // head g; elements 64 i + 16 q + j in [i][j][0], + 8 in [i][j][1]
-};
-// Weights of 8 tokens, packed as the A operand. `keys` is the address of token g's key pieces in shared memory.
-DEV u32 score(Context& c, const uint4 (&query)[KEY_LOADS], u32 keys, int left, Accumulator& acc) {
-  float s[2][4] = {};
-#pragma unroll
-  for (int i = 0; i < KEY_LOADS; i++) {
-    const int piece = i * 4 + c.q;
-    const uint4 key = load_shared(keys + piece * 16);
-    mma(s[0], query[i].x, query[i].y, key.x, key.y);
-    mma(s[1], query[i].z, query[i].w, key.z, key.w);
+// One unit: tokens from the ring, this step's own from where `prepare_heads` left them. Returns something that depends on all
+// that was loaded.
+DEV u32 attend(Context& c, const uint4 (&query)[KEY_LOADS], int row, int base, u32 unit, Accumulator& acc) {
+  const Control& k = c.s.control;
+  const int left = k.end[row] - base, cached = k.cached[row] - base;
+  // Lanes 8 m to 8 m + 7 name the tokens of the m-th of the four 8 x 8 matrices of a tile of values.
+  const int token = c.lane / 16 * 8 + c.lane % 8;
+  u32 keys[2] = {unit + c.g * 128, unit + (8 + c.g) * 128}, values = unit + UNIT / 2 + token * 128;
+  if (cached < UNIT_TOKENS) {
+    // Tokens after the row's own have no row; their weights are zero, any finite value does.
+    const u32 fresh = shared_address(c.s.fresh);
+    auto at = [&](int t) { return fresh + (k.first[row] + min(t, k.own[row] - base) - cached) * 128; };
+    if (c.g >= cached) keys[0] = at(c.g);
+    if (8 + c.g >= cached) keys[1] = at(8 + c.g);
+    if (token >= cached) values = at(token) + 8 * 128;
   }
-  const float scale = rsqrtf((float)HEAD_DIM) * LOG2E;
-  const float s0 = 2 * c.q < left ? (s[0][0] + s[1][0]) * scale : -1e30f;
-  const float s1 = 2 * c.q + 1 < left ? (s[0][1] + s[1][1]) * scale : -1e30f;
-  float top = fmaxf(acc.top, fmaxf(s0, s1));
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-  const float shrink = fast_exp2(acc.top - top);
-  acc.top = top;
+  keys[0] += swizzled(c.g, 2 * c.q);
+  keys[1] += swizzled(c.g, 2 * c.q);
+  values += swizzled(token, c.lane / 8 % 2);
+  float chain[2][2][4] = {};
+  uint4 key[2][KEY_LOADS], value[TILES_OUT];
 #pragma unroll
-  for (int i = 0; i < VALUE_LOADS; i++)
+  for (int j = 0; j < 2; j++)
 #pragma unroll
-    for (int j = 0; j < 8; j++) { acc.out[i][j][0] *= shrink; acc.out[i][j][1] *= shrink; }
-  const u32 weight = bf_pair(2 * c.q < left ? fast_exp2(s0 - top) : 0.f, 2 * c.q + 1 < left ? fast_exp2(s1 - top) : 0.f);
-  acc.sum = acc.sum * shrink + bf_low(weight) + bf_high(weight);
-  return weight;
-}
-// `even` and `odd` are the addresses of the value pieces of tokens 2q and 2q + 1.
-DEV u32 accumulate(Context& c, u32 weight, u32 even, u32 odd, Accumulator& acc) {
-  u32 seen = 0;
+    for (int i = 0; i < KEY_LOADS; i++) key[j][i] = load_shared((keys[j] ^ i % 2 * 16) + i / 2 * PANEL);
 #pragma unroll
-  for (int i = 0; i < VALUE_LOADS; i++) {
-    const int piece = i * 8 + c.g;
-    const uint4 x = load_shared(even + piece * 16);
-    const uint4 y = load_shared(odd + piece * 16);
-    seen ^= x.w ^ y.w;
-    const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+  for (int i = 0; i < TILES_OUT; i++) value[i] = load_transposed((values ^ i % 4 * 32) + i / 4 * PANEL);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      mma8(acc.out[i][2 * j], weight, __byte_perm(a[j], b[j], 0x5410));
-      mma8(acc.out[i][2 * j + 1], weight, __byte_perm(a[j], b[j], 0x7632));
+  for (int i = 0; i < KEY_LOADS; i++)
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      mma(chain[j][0], query[i].x, query[i].y, key[j][i].x, key[j][i].y);
+      mma(chain[j][1], query[i].z, query[i].w, key[j][i].z, key[j][i].w);
     }
+  float s[2][2];
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      s[j][e] = chain[j][0][e] + chain[j][1][e];
+      if (8 * j + 2 * c.q + e >= left) s[j][e] = -1e30f;
+    }
+  u32 weight[2];
+  weigh(c, s, acc, weight);
+  u32 seen = weight[0] ^ weight[1];
+#pragma unroll
+  for (int i = 0; i < TILES_OUT; i++) {
+    mma(acc.out[i], value[i], weight[0], weight[1]);
+    seen ^= value[i].w;
   }
   return seen;
 }
-// One unit: tokens from the ring, this step's own from where `prepare_heads` left them.
-DEV u32 attend(Context& c, const uint4 (&query)[KEY_LOADS], int row, int base, int slot, Accumulator& acc) {
-  const Control& k = c.s.control;
-  const int cached = k.cached[row], end = k.end[row], newest = k.own[row];
-  const u32 unit = c.units + slot * UNIT;
-  // Tokens after the row's own have no row; their weights are zero, any finite value does.
-  auto fresh_at = [&](int which, int token) {
-    return shared_address(c.s.fresh[which][k.first[row] + min(token, newest) - cached]);
-  };
-  const int t = base + c.g, even = base + 2 * c.q, odd = even + 1;
-  const u32 values = unit + 8 * KEY_STRIDE;
-  const u32 weight = score(c, query, t >= cached ? fresh_at(0, t) : unit + c.g * KEY_STRIDE, end - base, acc);
-  return accumulate(c, weight, even >= cached ? fresh_at(1, even) : values + 2 * c.q * VALUE_STRIDE,
-                    odd >= cached ? fresh_at(1, odd) : values + (2 * c.q + 1) * VALUE_STRIDE, acc);
-}
 
-// Leaves a warp's part of a row's attention for `publish_splits`.
+// Leaves a warp's sum of a row for `publish_splits`: 16 bytes of each tile of lanes with heads, one after the other.
 DEV void store_attention(Context& c, int place, Accumulator& acc) {
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 1);
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 2);
-  if (c.g >= GROUP) return;
+  if (c.q == 0)
+    *(float2*)c.s.merge[c.part_parity][place][c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
+  if (c.q >= GROUP / 2) return;
+  float4* to = (float4*)(part_now(c) + place * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
 #pragma unroll
-  for (int i = 0; i < VALUE_LOADS; i++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float* at = part_now(c) + (place * WARPS + c.warp) * GROUP_DIM + c.g * HEAD_DIM + i * 64 + c.q * 16 + half * 8;
-      *(float4*)at = make_float4(acc.out[i][0][half], acc.out[i][1][half], acc.out[i][2][half], acc.out[i][3][half]);
-      *(float4*)(at + 4) =
-          make_float4(acc.out[i][4][half], acc.out[i][5][half], acc.out[i][6][half], acc.out[i][7][half]);
-    }
-  if (c.q == 0) *(float2*)c.s.merge[c.part_parity][place][c.warp][c.g] = make_float2(acc.top, acc.sum);
+  for (int i = 0; i < TILES_OUT; i++)
+    to[i * 8 * (GROUP / 2)] = make_float4(acc.out[i][0], acc.out[i][1], acc.out[i][2], acc.out[i][3]);
 }
-// Joins the warps of the block and publishes the split's output and log-sum of some rows.
-DEV void publish_splits(Context& c, int row0, int rows, int head, int split) {
+// Joins the warps' sums of rows first to last and publishes the split's output and log-sum of each.
+DEV void publish_splits(Context& c, int first, int last, int head, int split) {
+  const Control& k = c.s.control;
   block_sync();
 #pragma unroll 1
-  for (int i = c.thread; i < rows * GROUP_DIM; i += THREADS) {
-    const int place = i / GROUP_DIM, d = i % GROUP_DIM, h = d / HEAD_DIM;
-    const float* part = part_now(c) + place * WARPS * GROUP_DIM + d;
-    float2 m[WARPS];
-    float top = -1e30f, sum = 0.f, out = 0.f;
+  for (int i = c.thread; i < (last + 1 - first) * ROW_PARTS; i += THREADS) {
+    const int row = first + i / ROW_PARTS, piece = i % ROW_PARTS;
+    const int q = piece % (GROUP / 2), g = piece / (GROUP / 2) % 8, tile = piece / (GROUP / 2) / 8;
+    const int place = k.place[row], sums = min(k.first_unit[row + 1] - k.first_unit[row], WARPS);
+    const float4* part = (const float4*)(part_now(c) + place * GROUP_DIM) + piece;
+    float4 m[WARPS];  // maximum and sum of head 2q, then of head 2q + 1
+    float top[2] = {-1e30f, -1e30f}, sum[2] = {}, out[4] = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      m[w] = *(const float2*)c.s.merge[c.part_parity][place][w][h];
-      top = fmaxf(top, m[w].x);
+      m[w] = make_float4(-1e30f, 0.f, -1e30f, 0.f);
+      if (w < sums) m[w] = *(const float4*)c.s.merge[c.part_parity][place + w][2 * q];
+      top[0] = fmaxf(top[0], m[w].x);
+      top[1] = fmaxf(top[1], m[w].z);
     }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float shrink = fast_exp2(m[w].x - top);
-      sum = fmaf(m[w].y, shrink, sum);
-      out = fmaf(part[w * GROUP_DIM], shrink, out);
+      if (w >= sums) break;
+      const float even = fast_exp2(m[w].x - top[0]), odd = fast_exp2(m[w].z - top[1]);
+      const float4 x = part[w * ROW_PARTS];
+      sum[0] = fmaf(m[w].y, even, sum[0]);
+      sum[1] = fmaf(m[w].w, odd, sum[1]);
+      out[0] = fmaf(x.x, even, out[0]);
+      out[1] = fmaf(x.y, odd, out[1]);
+      out[2] = fmaf(x.z, even, out[2]);
+      out[3] = fmaf(x.w, odd, out[3]);
     }
     const int at = head * SPLITS + split;
-    publish(c, row0 + place, W_PART + at * GROUP_DIM + d, __float_as_uint(sum > 0.f ? out / sum : 0.f));
-    if (d % HEAD_DIM == 0)
-      publish(c, row0 + place, W_LSE + at * GROUP + h, __float_as_uint(sum > 0.f ? top + __log2f(sum) : -1e30f));
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int h = 2 * q + e, word = W_PART + at * GROUP_DIM + h * HEAD_DIM + tile * 16 + g;
+      const float scale = sum[e] > 0.f ? 1.f / sum[e] : 0.f;
+      publish(c, row, word, __float_as_uint(out[e] * scale));
+      publish(c, row, word + 8, __float_as_uint(out[2 + e] * scale));
+      if (g == 0 && tile == 0)
+        publish(c, row, W_LSE + at * GROUP + h, __float_as_uint(sum[e] > 0.f ? top[e] + __log2f(sum[e]) : -1e30f));
+    }
   }
   c.part_parity ^= 1;
 }
 
 struct Ahead {      // what attention has under way for later layers
-  int slot;         // the next unit to use
-  u32 phase;
+  u32 unit;         // the layer's first unit of all units of the step
   HeadNorms norms;  // of the next layer
 };
 DEV void attention(Context& c, int layer, Ahead& ahead) {
+  const Control& k = c.s.control;
   const int head = c.block / SPLITS, split = c.block % SPLITS;
-  prepare_heads(c, ahead.norms, head, (u8*)c.s.control.pools[layer][0], (u8*)c.s.control.pools[layer][1]);
+  prepare_heads(c, ahead.norms, head, (u8*)k.pools[layer][0], (u8*)k.pools[layer][1]);
   block_sync();
   stamp(c, layer, 10);
   if (layer + 1 < LAYERS) load_head_norms(c, layer + 1, ahead.norms);
+  int joined = 0;
 #pragma unroll 1
   for (int row = 0; row < c.rows; row++) {
-    uint4 query[KEY_LOADS];
+    const int units = k.first_unit[row + 1] - k.first_unit[row];
+    // Rows of four units, as of contexts up to 1,024, take the warps in turn.
+    const int mine = (c.warp + WARPS / 2 * row) % WARPS;
+    if (mine < units) {
+      uint4 query[KEY_LOADS];
 #pragma unroll
-    for (int i = 0; i < KEY_LOADS; i++)
-      query[i] = c.g < GROUP ? *(const uint4*)&c.s.query[row][c.g * HEAD_DIM + i * 32 + 8 * c.q] : make_uint4(0, 0, 0, 0);
-    Accumulator acc = {};
-    acc.top = -1e30f;
-    const int end = c.s.control.end[row];
-    int base = c.s.control.begin[row] + c.warp * 8;
+      for (int i = 0; i < KEY_LOADS; i++)
+        query[i] = c.g < GROUP ? *(const uint4*)&c.s.query[row][c.g * HEAD_DIM + i / 2 * 64 + (2 * c.q + i % 2) * 8] : make_uint4(0, 0, 0, 0);
+      Accumulator acc = {};
+      acc.top = -1e30f;
 #pragma unroll 1
-    while (true) {
-      wait_barrier(c, shared_address(&c.s.unit_full[c.warp][ahead.slot]), ahead.phase, 9);
-      const u32 seen = attend(c, query, row, base, ahead.slot, acc);
-      __syncwarp();
-      if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[c.warp][ahead.slot])));
-      if (++ahead.slot == UNITS) { ahead.slot = 0; ahead.phase ^= 1; }
-      base += STRIPE;
-      if (base >= end) break;
+      for (int unit = mine; unit < units; unit += WARPS) {
+        const u32 index = ahead.unit + k.first_unit[row] + unit, slot = index % UNITS;
+        wait_barrier(c, shared_address(&c.s.unit_full[slot]), index / UNITS & 1, 9);
+        const u32 seen = attend(c, query, row, k.begin[row] + unit * UNIT_TOKENS, c.units + slot * UNIT, acc);
+        __syncwarp();
+        if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[slot])));
+      }
+      store_attention(c, k.place[row] + mine, acc);
     }
     stamp(c, layer, 12);
-    store_attention(c, row % BATCH, acc);
-    if (row % BATCH == BATCH - 1 || row == c.rows - 1) publish_splits(c, row - row % BATCH, row % BATCH + 1, head, split);
+    if (k.joined >> row & 1) {
+      publish_splits(c, joined, row, head, split);
+      joined = row + 1;
+    }
     stamp(c, layer, 13);
   }
+  ahead.unit += k.first_unit[c.rows];
   stamp(c, layer, 11);
 }
 

@@ -155,7 +155,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   Context c = {p, s, now + (long)(first ? first - 1 : LAYERS) * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, p.rows,
                ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8,
                p.weights + (((long)first_page(p) * BLOCKS + block) * WARPS + warp) * PAGE, read_once_policy(), first_page(p),
-               shared_address(memory + UNITS_OFFSET) + warp * UNITS * UNIT, p.zero, copies_of(p.rows),
+               shared_address(memory + UNITS_OFFSET), p.zero, copies_of(p.rows),
                0, 0, 0, 0, false};
 
 #pragma unroll 1
@@ -176,7 +176,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   if (row < c.rows)
     residual = bf_low(((const unsigned short*)p.embedding)[(long)s.control.token[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
   if (runs(p, 1)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
-  Ahead ahead = {0, 0};
+  Ahead ahead = {0};
   load_head_norms(c, first % LAYERS, ahead.norms);
 #pragma unroll 1
   for (int layer = first; layer < end_layer(p); layer++) {
@@ -222,13 +222,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   const u32 stop = thread == 0 ? load_exchange_word(p.state + 1) : 0;
   if (thread < WARPS * RING_PAGES) barrier_init(shared_address(s.full + thread), 1);
   if (thread == 0) s.progress = alone(p) ? LAYERS : 0;
-  if (thread < WARPS * UNITS) {
-    barrier_init(shared_address(&s.unit_full[0][0] + thread), 32);
-    barrier_init(shared_address(&s.unit_empty[0][0] + thread), PLAIN_COPIES ? 32 : 1);
+  if (thread < UNITS) {
+    barrier_init(shared_address(s.unit_full + thread), 32);
+    barrier_init(shared_address(s.unit_empty + thread), PLAIN_COPIES ? 32 : 1);
   }
-#pragma unroll 1
-  for (int i = thread; i < WARPS * UNITS * UNIT / 16; i += THREADS + COPY_THREADS)
-    ((uint4*)(memory + UNITS_OFFSET))[i] = make_uint4(0, 0, 0, 0);
   if (thread == 0) s.stop = stop;
   barriers_ready();
   __syncthreads();
@@ -238,6 +235,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   }
   if (warp >= WARPS) {
     give_registers<56>();
+    for (int i = thread - THREADS; i < 2 * LAYERS; i += COPY_THREADS)
+      if (p.maps) map_ready(p.maps + i * TENSOR_MAP);
     __syncthreads();  // the rows are read
     copy_cache(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
   } else {

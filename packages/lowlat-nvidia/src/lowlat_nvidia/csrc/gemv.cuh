@@ -5,11 +5,17 @@
 #include "layout.cuh"
 
 constexpr int PART_FLOATS = WARPS * 8 * MAX_ROWS * 8;  // partial sums of up to 8 tiles
-constexpr int BATCH = PART_FLOATS / (WARPS * GROUP_DIM);  // rows of which attention joins the warps at once
+constexpr int PARTS = PART_FLOATS / GROUP_DIM;  // warps' sums of rows that attention joins at once
+// Keys, then values, of a unit of the cache: panels of 16 tokens x 64 elements, as the copy engine writes them (see swizzled).
+constexpr int UNIT_TOKENS = 16, PANEL = UNIT_TOKENS * 128, UNIT = 2 * HEAD_DIM / 64 * PANEL;
+static_assert(PARTS >= WARPS, "");
 struct Control {
   int begin[MAX_ROWS], end[MAX_ROWS];  // tokens of each row that this block's split covers
   int cached[MAX_ROWS];                // tokens before this are in the cache, later ones come from this step
   int first[MAX_ROWS];                 // first row of the same request
+  int first_unit[MAX_ROWS + 1];        // of a layer's units of the cache; the last is their number
+  int place[MAX_ROWS];                 // of the row's warps among those that are joined at once
+  u32 joined;                          // bit r: warps are joined after row r
   int own[MAX_ROWS], own_slot[MAX_ROWS];  // the row's own token and its cache slot
   int token[MAX_ROWS];                    // its id
   const int* pages[MAX_ROWS];
@@ -19,23 +25,21 @@ struct Control {
 struct __align__(16) Shared {
   float part[2][PART_FLOATS];         // [warp][tile][row][output]; attention merges heads here too
   float square[2][WARPS][MAX_ROWS];   // partial sums of squares
-  float merge[2][BATCH][WARPS][8][2]; // attention: maximum and sum of each row of a batch, warp and head
+  float merge[2][PARTS][8][2];        // attention: maximum and sum of each of a row's warps and head
   alignas(16) Control control;
   alignas(16) unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
-  alignas(16) unsigned short fresh[2][MAX_ROWS][HEAD_DIM];  // this step's keys and values
+  alignas(128) u8 fresh[HEAD_DIM / 64 * PANEL];             // this step's keys, as tokens 0 to 7 of panels, and values after them
   unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs
 #if QKV_BIAS
   unsigned short biases[LAYERS][BLOCK_QKV];
 #endif
-  u64 full[WARPS * RING_PAGES], unit_full[WARPS][UNITS], unit_empty[WARPS][UNITS];
+  u64 full[WARPS * RING_PAGES], unit_full[UNITS], unit_empty[UNITS];
   volatile int progress;  // layers whose gate and up projection has begun
   u32 stop;               // an earlier step failed, and nobody has reset it
 };
-constexpr int RING_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
-// Keys, then values, of 8 tokens; the strides keep the reads free of bank conflicts.
-constexpr int KEY_STRIDE = HEAD_DIM * 2 + 64, VALUE_STRIDE = HEAD_DIM * 2 + 16, UNIT = 8 * (KEY_STRIDE + VALUE_STRIDE);
-constexpr int UNITS_OFFSET = RING_OFFSET + WARPS * RING_PAGES * PAGE;
-static_assert(UNITS_OFFSET + WARPS * UNITS * UNIT <= SHARED_BYTES, "the plan counts shared memory");
+constexpr int UNITS_OFFSET = (sizeof(Shared) + 1023) / 1024 * 1024;
+constexpr int RING_OFFSET = UNITS_OFFSET + UNITS * UNIT;
+static_assert(RING_OFFSET + WARPS * RING_PAGES * PAGE <= SHARED_BYTES, "the plan counts shared memory");
 
 struct Context {
   const Params& p;

@@ -41,6 +41,7 @@ constexpr int ROW_WORDS = W_OUT_SQUARE + BLOCKS;
 constexpr int LAYER_WORDS = MAX_ROWS * ROW_WORDS;
 constexpr long STEP_WORDS = (long)(LAYERS + 1) * LAYER_WORDS;
 
+constexpr int TENSOR_MAP = 128;  // bytes of a description of a tensor for the copy engine
 struct Params {
   const u8* weights;          // packed stream of all layers and the output projection
   const u8* embedding;        // [VOCAB, HIDDEN] bfloat16
@@ -49,6 +50,7 @@ struct Params {
   const unsigned short* biases;  // [LAYERS, KV_HEADS * HEAD_ROWS] bfloat16 of q, k and v; unread without QKV_BIAS
   const float* rotary;        // [positions, 2, HEAD_DIM / 2]: cosine, sine
   const u64* pools;           // [LAYERS, 2] addresses of K and V
+  const u8* maps;             // [LAYERS, 2, TENSOR_MAP] the same as tensors [HEAD_DIM / 64, heads, slots, 64], boxes of a unit; or null
   const long long* tokens;    // [rows]
   const long long* positions; // [rows]
   const int* query_start;     // [requests + 1] first row of each request

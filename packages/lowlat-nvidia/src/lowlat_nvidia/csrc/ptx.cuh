@@ -6,7 +6,7 @@ typedef unsigned long long u64;
 #define DEV __device__ __forceinline__
 
 DEV u8* dynamic_shared() {
-  extern __shared__ __align__(128) u8 memory[];
+  extern __shared__ __align__(1024) u8 memory[];
   return memory;
 }
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -106,6 +106,30 @@ DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy)
           to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
+// A box of 16 slots of one head from a tensor [HEAD_DIM / 64, heads, slots, 64], of which `map` is the description.
+DEV void copy_tensor(u32 to, const u8* map, int slot, int head, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4, %2}], "
+      "[%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(slot), "r"(head), "r"(barrier), "l"(policy) : "memory");
+}
+// The same into the L2 alone.
+DEV void prefetch_tensor(const u8* map, int slot, int head) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %1}];" ::"l"(map), "r"(0), "r"(slot), "r"(head)
+               : "memory");
+}
+// A description that the host wrote is seen by this block's copies from here on.
+DEV void map_ready(const u8* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+// Four 8x8 matrices of 2-byte elements, transposed; lane 8 m + r gives the address of row r of the m-th. Lane (g, q) gets
+// elements [2q][g] and [2q + 1][g] of each.
+DEV uint4 load_transposed(u32 address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
 // d += A b with A 16x16 (rows 8..15 zero) and B 16x8. Lane (g, q) = (lane / 4, lane % 4) gives A[g][2q, 2q+1] in a0,
 // A[g][2q+8, 2q+9] in a1, B[2q, 2q+1][g] in b0, B[2q+8, 2q+9][g] in b1, and receives D[g][2q, 2q+1] in d0, d1.
 DEV void mma(float (&d)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
@@ -121,12 +145,6 @@ DEV void mma(float (&d)[4], uint4 a, u32 b0, u32 b1) {
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-// The same with 8 columns of A: lane (g, q) gives A[g][2q, 2q+1] and B[2q, 2q+1][g].
-DEV void mma8(float (&d)[4], u32 a, u32 b) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a), "r"(0u), "r"(b));
 }
 // 16 bytes to shared memory, or zeros, without waiting.
 DEV void copy_async(u32 to, const void* from, bool present) {

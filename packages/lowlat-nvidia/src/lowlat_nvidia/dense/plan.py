@@ -14,6 +14,8 @@ WARPS = 8
 MAX_ROWS = 8
 FRAGMENT_BYTES = 512  # 16 outputs x 16 inputs, or 8 x 32, in bfloat16
 SHARED_LIMIT = 227 * 1024
+UNIT_TOKENS = 16  # cached tokens that are copied and computed at once; splits of a context are whole units
+MAX_UNITS = 24  # of the cache under way: 96 KB of heads of 64
 
 
 class UnsupportedShapeError(ValueError):
@@ -138,7 +140,8 @@ def chunk_fragments(inputs: int) -> int:
 class DensePlan:
     """A shape with the choices that tune it.
 
-    `ring_limit` bytes of weights and `units` blocks of 8 cached tokens a warp are under way. What all blocks read is
+    `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits) are under way; `ahead`
+    units come into the L2 before there is room for them. What all blocks read is
     published `copies` times when rows are few; more than `probe_above` rows (None: as measured) are waited for by one
     vector. Idle warps that copy sleep `idle_ns`; with `paced`, one row's copies wait for the stage that streams most.
     `plain_copies` is for tools that watch every access, `alone` can run stages one by one (`dense.alone`).
@@ -146,7 +149,8 @@ class DensePlan:
 
     shape: DenseShape
     ring_limit: int = 96 * 1024
-    units: int = 2
+    units: int = 0
+    ahead: int = 0
     stamps: int = 0
     copies: int = 4
     probe_above: int | None = None
@@ -162,34 +166,46 @@ class DensePlan:
         return next((count for count in choices if self._pages(count) >= 3), choices[-1])
 
     def _pages(self, fragments: int) -> int:
-        room = min(self.ring_limit, SHARED_LIMIT - self.fixed_bytes())
+        least = self.units or WARPS
+        room = min(self.ring_limit, SHARED_LIMIT - self.fixed_bytes() - least * self.unit_bytes)
         return min(16, room // (WARPS * fragments * FRAGMENT_BYTES))
 
     @property
     def page_bytes(self) -> int:
         return self.page_fragments * FRAGMENT_BYTES
 
+    @property
+    def unit_bytes(self) -> int:
+        """Keys and values of 16 tokens of a KV head."""
+        return 64 * self.shape.head_dim
+
     def fixed_bytes(self) -> int:
-        """Shared memory of a block beside the ring of weights, barriers of up to 16 pages a warp included."""
+        """Shared memory of a block beside the rings of weights and of the cache, barriers of both included."""
         s = self.shape
-        batch = 512 * s.kv_heads // s.qdim  # rows of which attention joins the warps at once
-        sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + batch * WARPS * 8 * 2)
-        control = 16 + MAX_ROWS * (7 * 4 + 8 + 4 * s.head_dim)
+        joined = 4096 * s.kv_heads // s.qdim  # warps whose sums attention joins at once
+        sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + joined * 8 * 2)
+        control = 32 + MAX_ROWS * (9 * 4 + 8 + 4 * s.head_dim)
         control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
         if s.qkv_bias:
             control += 2 * s.layers * s.kv_heads * s.head_rows // BLOCKS
         heads = MAX_ROWS * (2 * s.qdim // s.kv_heads + 4 * s.head_dim)
-        units = WARPS * self.units * (32 * s.head_dim + 8 * 80 + 16)
-        return -(-(sums + control + heads + units + WARPS * 16 * 8) // 128) * 128 + 128
+        barriers = WARPS * 16 * 8 + 16 * MAX_UNITS
+        return -(-(sums + control + heads + barriers + 128) // 1024) * 1024
 
     @property
     def ring_pages(self) -> int:
         """Pages of a warp's ring: what fits, up to the limit."""
         return self._pages(self.page_fragments)
 
+    @property
+    def ring_units(self) -> int:
+        """Units of the cache that are under way."""
+        room = SHARED_LIMIT - self.fixed_bytes() - WARPS * self.ring_pages * self.page_bytes
+        return self.units or min(MAX_UNITS, room // self.unit_bytes)
+
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: partial sums, rows' constants, queries, units of the cache, the ring."""
-        return self.fixed_bytes() + WARPS * self.ring_pages * self.page_bytes
+        """Dynamic shared memory of a block: partial sums, rows' constants, queries, the rings."""
+        return self.fixed_bytes() + self.ring_units * self.unit_bytes + WARPS * self.ring_pages * self.page_bytes
 
     def layer_words(self) -> int:
         """4-byte words of one layer's exchange buffers."""
@@ -213,7 +229,8 @@ class DensePlan:
         """Device memory of a built step beside the embedding, which stays the model's; norms are left out."""
         s = self.shape
         stream = self.stream_pages() * BLOCKS * WARPS * self.page_bytes
-        small = 4 * 16 + 8 * 2 * MAX_ROWS + 16 * s.layers + 8 * BLOCKS * (s.layers + 1) * max(1, self.stamps)
+        small = 4 * 16 + 8 * 2 * MAX_ROWS + 8 * BLOCKS * (s.layers + 1) * max(1, self.stamps)
+        small += (2 * 8 + 2 * 128) * s.layers  # addresses and tensor maps of the pools
         return stream + 4 * self.exchange_words() + 4 * MAX_ROWS * s.vocab + 4 * positions * s.head_dim + small
 
     def _probe_above(self) -> int:
@@ -239,7 +256,8 @@ class DensePlan:
             "QKV_BIAS": int(s.qkv_bias),
             "PAGE_FRAGMENTS": self.page_fragments,
             "RING_PAGES": self.ring_pages,
-            "UNITS": self.units,
+            "UNITS": self.ring_units,
+            "AHEAD": self.ahead,
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "PROBE_ABOVE": self._probe_above(),

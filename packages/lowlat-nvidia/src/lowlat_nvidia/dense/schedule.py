@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowlat_nvidia.dense.pack import DenseWeights, order_qkv
-from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, DensePlan
+from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, UNIT_TOKENS, DensePlan
 from lowlat_nvidia.dense.rows import StepRow
 
 EMPTY = -1
@@ -250,7 +250,7 @@ class Schedule:
         keys, values = (pool[slots].double() for pool in self.pools[layer])
         scores_HGT = torch.einsum("hgd,thd->hgt", bf16(q), keys) * s.head_dim**-0.5
         total = row.position + 1
-        each = -(-total // splits)
+        each = -(-total // (splits * UNIT_TOKENS)) * UNIT_TOKENS
         part = torch.zeros(s.kv_heads, splits, group, s.head_dim, dtype=torch.float64, device=scores_HGT.device)
         lse = torch.full((s.kv_heads, splits, group), -1e30, dtype=torch.float64, device=part.device)
         spread = torch.zeros_like(part)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lowlat_nvidia.dense.pack import DenseWeights, pack, pack_biases, pack_head_norms, pack_norms
-from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, WARPS, DensePlan
-from lowlat_nvidia.jit import Function, compile_cubin
+from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, UNIT_TOKENS, WARPS, DensePlan
+from lowlat_nvidia.jit import TENSOR_MAP, BuildError, Function, compile_cubin
 
 THREADS = 32 * (WARPS + 4)  # four warps copy the cache
 STAGES = (
@@ -31,8 +31,9 @@ class StepDeadlineError(RuntimeError):
 
 
 _POINTERS = (
-    "weights", "embedding", "norms", "head_norms", "biases", "rotary", "pools", "tokens", "positions", "query_start",
-    "write_slots", "table_rows", "page_table", "scratch", "exchange", "state", "logits", "best", "next_token", "stamps",
+    "weights", "embedding", "norms", "head_norms", "biases", "rotary", "pools", "maps", "tokens", "positions",
+    "query_start", "write_slots", "table_rows", "page_table", "scratch", "exchange", "state", "logits", "best",
+    "next_token", "stamps",
 )  # fmt: skip
 
 
@@ -107,9 +108,11 @@ class DenseStep:
         self.logits_RV = empty((MAX_ROWS, shape.vocab), torch.float32)
         self.next_token_R = empty((MAX_ROWS,), torch.int64)
         self.addresses_L2 = empty((shape.layers, 2), torch.int64)
+        self.maps = empty((shape.layers, 2, TENSOR_MAP), torch.uint8)
         self.stamps = empty((BLOCKS, shape.layers + 1, max(1, plan.stamps)), torch.int64)
         self.spin_limit = DEFAULT_SPIN_LIMIT
         self._pools: list[tuple[Tensor, Tensor]] = []
+        self._mapped = False
         self.reset()
 
     def reset(self) -> None:
@@ -129,9 +132,25 @@ class DenseStep:
         if page_size < 1 or page_size & (page_size - 1):
             raise ValueError(f"page size {page_size} is not a power of two")
         self._pools = pools
+        self._mapped = self._describe(pools)
         self.addresses_L2.copy_(torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in pools], dtype=torch.int64))
         self._slot_stride, self._head_stride = first.stride(0), first.stride(1)
         self._page_shift = page_size.bit_length() - 1
+
+    def _describe(self, pools: list[tuple[Tensor, Tensor]]) -> bool:
+        """Tells the copy engine of the pools: boxes of 16 slots of one head, in panels of 64 elements.
+
+        False where it takes no such tensors; they are then copied 16 bytes at a time.
+        """
+        slots, heads, size = pools[0][0].shape
+        strides = (2 * pools[0][0].stride(0), 2 * pools[0][0].stride(1), 128)
+        sizes, box = (64, slots, heads, size // 64), (64, UNIT_TOKENS, 1, size // 64)
+        try:
+            maps = [self.function.tensor_map(x.data_ptr(), sizes, strides, box) for pair in pools for x in pair]
+        except BuildError:
+            return False
+        self.maps.copy_(torch.frombuffer(bytearray(b"".join(maps)), dtype=torch.uint8).view(self.maps.shape))
+        return True
 
     def parameters(self, step: StepTensors) -> _Params:
         rows = len(step.tokens_R)
@@ -140,9 +159,9 @@ class DenseStep:
         logits = self.logits_RV if step.logits_RV is None else step.logits_RV
         tensors = (
             self.stream_PE, self.embedding, self.norms, self.head_norms, self.biases, self.rotary, self.addresses_L2,
-            step.tokens_R, step.positions_R, step.query_start_Q1, step.write_slots_R, step.table_rows_Q,
-            step.page_table_TP, self.scratch, self.exchange, self.state, logits, self.best, self.next_token_R,
-            self.stamps,
+            self.maps if self._mapped else None, step.tokens_R, step.positions_R, step.query_start_Q1,
+            step.write_slots_R, step.table_rows_Q, step.page_table_TP, self.scratch, self.exchange, self.state, logits,
+            self.best, self.next_token_R, self.stamps,
         )  # fmt: skip
         eps = self.plan.shape.eps
         return _Params(

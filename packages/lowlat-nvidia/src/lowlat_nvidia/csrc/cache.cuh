@@ -1,0 +1,131 @@
+// Cached keys and values on their way into shared memory. 16 tokens of a row are a unit; units lie in one ring, in the order of
+// layers, rows and tokens, and four warps that do nothing else fill it ahead of time: the cache does not depend on this step.
+// Where the slots of 16 tokens follow each other, the tensor copy engine fetches keys with one instruction and values with another,
+// and no load of this block waits for it. Otherwise, and where tokens are missing, 16 bytes are copied at a time.
+#pragma once
+#include "gemv.cuh"
+
+constexpr int COPY_WARPS = COPY_THREADS / 32;
+
+// Where 16 bytes of a token lie within its 128: neighbours of 8 tokens use different banks. The copy engine's own pattern.
+DEV u32 swizzled(int token, int piece) { return (u32)((piece ^ (token & 7)) * 16); }
+
+// The next unit to copy. What belongs to its row stays in registers; the page is looked up a unit ahead.
+struct Cursor {
+  int layer, row, unit;    // unit of the row in this block's split
+  u32 index;               // of all units of the step
+  int units, begin, limit; // of the row: units, first token, first token that is not in the cache
+  const int* pages;
+  int page;                // lanes 0 to 15: the page of the unit's token
+};
+DEV void enter_row(const Params& p, const Shared& s, Cursor& at) {
+  const Control& k = s.control;
+  at.units = k.first_unit[at.row + 1] - k.first_unit[at.row];
+  at.begin = k.begin[at.row];
+  at.limit = min(k.end[at.row], k.cached[at.row]);
+  at.pages = k.pages[at.row];
+}
+// Goes on by some units; rows may have none, but not all rows.
+DEV void advance(const Params& p, const Shared& s, Cursor& at, int units, int end, int lane) {
+  at.unit += units;
+  at.index += units;
+  while (at.unit >= at.units && at.layer < end) {
+    at.unit -= at.units;
+    if (++at.row == p.rows) { at.row = 0; at.layer++; }
+    enter_row(p, s, at);
+  }
+  const int token = at.begin + at.unit * UNIT_TOKENS + lane;
+  if (lane < UNIT_TOKENS && token < at.limit) at.page = __ldg(at.pages + (token >> p.page_shift));
+}
+// Fills a unit with 16-byte copies; tokens that are not cached become zeros. PLAIN_COPIES does the same by loads and stores, and
+// every lane says for itself that it has read a unit, for tools that know of no other way.
+DEV void copy_pieces(const Params& p, u32 to, const u8* keys, const u8* values, long head, int where, u32 full, int lane) {
+#pragma unroll 4
+  for (int i = 0; i < UNIT_TOKENS * HEAD_DIM / 8 / 32; i++) {
+    const int index = i * 32 + lane, t = index / (HEAD_DIM / 8), piece = index % (HEAD_DIM / 8);
+    const int slot = __shfl_sync(~0u, where, t);
+    const long from = ((slot < 0 ? 0 : slot) * p.slot_stride + head + piece * 8) * 2;
+    const u32 at = to + piece / 8 * PANEL + t * 128 + swizzled(t, piece % 8);
+#if PLAIN_COPIES
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    store_shared(at, slot >= 0 ? load_stream(keys + from) : none);
+    store_shared(at + UNIT / 2, slot >= 0 ? load_stream(values + from) : none);
+  }
+  barrier_arrive(full);
+#else
+    copy_async(at, keys + from, slot >= 0);
+    copy_async(at + UNIT / 2, values + from, slot >= 0);
+  }
+  barrier_arrive_after_copies(full);
+#endif
+}
+// Slots of the unit's tokens, in lanes 0 to 15; -1 where a token is not cached.
+DEV int slots_of(const Params& p, const Cursor& at, int lane) {
+  const int token = at.begin + at.unit * UNIT_TOKENS + lane;
+  return token < at.limit ? (at.page << p.page_shift) + (token & ((1 << p.page_shift) - 1)) : -1;
+}
+// Whether one instruction fetches all of them, that of `first` being lane 0's.
+DEV bool together(const Params& p, int where, int first, int lane) {
+  return !PLAIN_COPIES && __all_sync(~0u, lane >= UNIT_TOKENS || (where >= 0 && where == first + lane)) && p.maps;
+}
+DEV void copy_unit(const Params& p, Shared& s, u32 units, const Cursor& at, int lane, u64 policy) {
+  const u32 slot = at.index % UNITS, to = units + slot * UNIT, full = shared_address(&s.unit_full[slot]);
+  const int head = blockIdx.x / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
+  if (together(p, where, first, lane)) {
+    if (lane == 0) {
+      const u8* map = p.maps + at.layer * 2 * TENSOR_MAP;
+      barrier_expect(full, UNIT);
+      copy_tensor(to, map, first, head, full, policy);
+      copy_tensor(to + UNIT / 2, map + TENSOR_MAP, first, head, full, policy);
+    } else {
+      barrier_arrive(full);
+    }
+  } else {
+    forget(lane);  // or the addresses of all pieces stay in registers
+    copy_pieces(p, to, s.control.pools[at.layer][0], s.control.pools[at.layer][1], head * p.head_stride, where, full, lane);
+  }
+}
+// Brings a unit for which the ring has no room yet into the L2.
+DEV void prefetch_unit(const Params& p, const Cursor& at, int lane) {
+  const int head = blockIdx.x / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
+  if (together(p, where, first, lane) && lane < 2) prefetch_tensor(p.maps + (at.layer * 2 + lane) * TENSOR_MAP, first, head);
+}
+// What a copying warp does: every fourth unit, as its place in the ring becomes empty.
+DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
+  const int layer_units = s.control.first_unit[p.rows], end = runs(p, 2) && layer_units ? end_layer(p) : 0;
+  // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
+  // other block is waited for.
+  const bool patient = PACED && !PLAIN_COPIES && p.rows == 1 && 2 * layer_units <= UNITS;
+  const int lead = 2;  // layers of such a row that are copied ahead
+  const u64 policy = read_once_policy();
+  Cursor at = {first_layer(p), 0, 0, 0};
+  enter_row(p, s, at);
+  advance(p, s, at, warp, end, lane);
+  Cursor next = at;  // the next unit to bring into the L2
+  long long since = clock_now();
+#pragma unroll 1
+  while (at.layer < end) {
+    const u32 empty = shared_address(&s.unit_empty[at.index % UNITS]), phase = (at.index / UNITS & 1) ^ 1;
+    if ((!patient || __all_sync(~0u, s.progress > at.layer - lead)) && __all_sync(~0u, barrier_test(empty, phase))) {
+      copy_unit(p, s, units, at, lane, policy);
+      advance(p, s, at, COPY_WARPS, end, lane);
+      since = clock_now();
+      continue;
+    }
+    if (AHEAD > 0 && !patient && next.layer < end && next.index < at.index + AHEAD) {
+      if (next.index <= at.index)
+        next = at;
+      else
+        prefetch_unit(p, next, lane);
+      advance(p, s, next, COPY_WARPS, end, lane);
+      continue;
+    }
+    // The warps that compute wait at most once for every stage, and then go on: this is beyond all of their waits.
+    if (__any_sync(~0u, clock_now() - since > p.spin_limit * 4096ll)) {
+      if (lane == 0) store_exchange(p.state + 1, 1u + blockIdx.x * 16 + 10);
+      break;
+    }
+    __nanosleep(IDLE_NS);  // polling takes shared memory's time from the warps that compute
+  }
+  copies_done();
+}
