@@ -285,6 +285,29 @@ struct Ahead {      // what attention has under way for later layers
   u32 unit;         // the layer's first unit of all units of the step
   HeadNorms norms;  // of the next layer
 };
+// The sum of a row's units `mine`, `mine` + WARPS, ..., left for `publish_splits`.
+DEV void attend_row(Context& c, int row, int mine, u32 layer_unit) {
+  const Control& k = c.s.control;
+  const int units = k.first_unit[row + 1] - k.first_unit[row];
+  if (mine >= units) return;
+  uint4 query[KEY_LOADS];
+#pragma unroll
+  for (int i = 0; i < KEY_LOADS; i++) {
+    const int d = i / 2 * 64 + (2 * c.q + i % 2) * 8;
+    query[i] = c.g < GROUP ? *(const uint4*)&c.s.query[row][c.g * HEAD_DIM + d] : make_uint4(0, 0, 0, 0);
+  }
+  Accumulator acc = {};
+  acc.top = -1e30f;
+#pragma unroll 1
+  for (int unit = mine; unit < units; unit += WARPS) {
+    const u32 index = layer_unit + k.first_unit[row] + unit, slot = index % UNITS;
+    wait_barrier(c, shared_address(&c.s.unit_full[slot]), index / UNITS & 1, 9);
+    const u32 seen = attend(c, query, row, k.begin[row] + unit * UNIT_TOKENS, c.units + slot * UNIT, acc);
+    __syncwarp();
+    if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[slot])));
+  }
+  store_attention(c, k.place[row] + mine, acc);
+}
 DEV void attention(Context& c, int layer, Ahead& ahead) {
   const Control& k = c.s.control;
   const int head = c.block / SPLITS, split = c.block % SPLITS;
@@ -295,26 +318,8 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
   int joined = 0;
 #pragma unroll 1
   for (int row = 0; row < c.rows; row++) {
-    const int units = k.first_unit[row + 1] - k.first_unit[row];
     // Rows of four units, as of contexts up to 1,024, take the warps in turn.
-    const int mine = (c.warp + WARPS / 2 * row) % WARPS;
-    if (mine < units) {
-      uint4 query[KEY_LOADS];
-#pragma unroll
-      for (int i = 0; i < KEY_LOADS; i++)
-        query[i] = c.g < GROUP ? *(const uint4*)&c.s.query[row][c.g * HEAD_DIM + i / 2 * 64 + (2 * c.q + i % 2) * 8] : make_uint4(0, 0, 0, 0);
-      Accumulator acc = {};
-      acc.top = -1e30f;
-#pragma unroll 1
-      for (int unit = mine; unit < units; unit += WARPS) {
-        const u32 index = ahead.unit + k.first_unit[row] + unit, slot = index % UNITS;
-        wait_barrier(c, shared_address(&c.s.unit_full[slot]), index / UNITS & 1, 9);
-        const u32 seen = attend(c, query, row, k.begin[row] + unit * UNIT_TOKENS, c.units + slot * UNIT, acc);
-        __syncwarp();
-        if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[slot])));
-      }
-      store_attention(c, k.place[row] + mine, acc);
-    }
+    attend_row(c, row, (c.warp + WARPS / 2 * row) % WARPS, ahead.unit);
     stamp(c, layer, 12);
     if (k.joined >> row & 1) {
       publish_splits(c, joined, row, head, split);
