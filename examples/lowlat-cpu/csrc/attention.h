@@ -23,19 +23,27 @@ struct Heads {
     int first, last, sharing;
 };
 
-// scores[head][t] = query[head] . key[t] * scale, sixteen entries at a time over all heads: an entry's heads lie beside
-// one another, so memory is read in order.
+#if defined(__AVX512F__)
+typedef Floats Dots;
+#else
+typedef Eight Dots;  // what a register holds: compilers leave arrays of wider vectors in memory
+#endif
+
+// scores[head][t] = query[head] . key[t] * scale, a vector of entries at a time over all heads: an entry's heads lie
+// beside one another, so memory is read in order.
 template <int kParts>
 void scores_of(const Entries& entries, Heads heads, const float* query, float scale, float* scores, size_t stride) {
-    for (int64_t first = 0; first < entries.count; first += kLanes) {
-        const int64_t here = entries.count - first < kLanes ? entries.count - first : kLanes;
+    constexpr int kEntries = sizeof(Dots) / sizeof(float), kPieces = kParts * kLanes / kEntries;
+    for (int64_t first = 0; first < entries.count; first += kEntries) {
+        const int64_t last = entries.count - 1;
+        const float* at[kEntries];  // past the end the last entry again: what comes of it is not read
+        for (int t = 0; t < kEntries; ++t) at[t] = entries.keys + entries.offsets[first + t < last ? first + t : last];
         for (int head = heads.first * heads.sharing; head < heads.last * heads.sharing; ++head) {
-            const float* keys = entries.keys + head / heads.sharing * entries.head_stride;
-            Floats q[kParts], dots[kLanes] = {};
-            for (int i = 0; i < kParts; ++i) q[i] = load<Floats>(query + (head * kParts + i) * kLanes);
-            for (int64_t t = 0; t < here; ++t) {
-                const float* key = keys + entries.offsets[first + t];
-                for (int i = 0; i < kParts; ++i) dots[t] += load<Floats>(key + i * kLanes) * q[i];
+            const int64_t key_head = head / heads.sharing * entries.head_stride;
+            Dots dots[kEntries] = {};
+            for (int i = 0; i < kPieces; ++i) {
+                const Dots q = load<Dots>(query + (head * kPieces + i) * kEntries);
+                for (int t = 0; t < kEntries; ++t) dots[t] += load<Dots>(at[t] + key_head + i * kEntries) * q;
             }
             store(scores + head * stride + first, sums(dots) * scale);
         }
@@ -62,21 +70,55 @@ float soften(float* scores, int64_t count, size_t stride) {
     return 1.0f / sum(total);
 }
 
+// Heads that share values and are weighed together, so that a value is read once for them.
+template <int kParts>
+constexpr int heads_at_once() {
+    constexpr int kMost = sizeof(Dots) == sizeof(Floats) ? 16 / kParts : 1;
+    return kMost < 1 ? 1 : kMost < 4 ? kMost : 4;
+}
+
+// out[head] += sum over entries first to end - 1 of weights[head][t] * value[t], for kHeads heads with the same values.
+template <int kParts, int kHeads>
+inline void weigh_heads(const float* values, const int64_t* offsets, int64_t first, int64_t end, const float* weights,
+                        size_t stride, float* out) {
+    constexpr int kWide = sizeof(Dots) / sizeof(float), kPieces = kParts * kLanes / kWide;
+    Dots acc[kHeads][kPieces];
+    for (int h = 0; h < kHeads; ++h)
+        for (int i = 0; i < kPieces; ++i) acc[h][i] = first ? load<Dots>(out + (h * kPieces + i) * kWide) : Dots{};
+    for (int64_t t = first; t < end; ++t) {
+        const float* value = values + offsets[t];
+        for (int i = 0; i < kPieces; ++i) {
+            const Dots part = load<Dots>(value + i * kWide);
+            for (int h = 0; h < kHeads; ++h) acc[h][i] += part * weights[h * stride + t];
+        }
+    }
+    for (int h = 0; h < kHeads; ++h)
+        for (int i = 0; i < kPieces; ++i) store(out + (h * kPieces + i) * kWide, acc[h][i]);
+}
+
+// The same for `count` heads, at most kHeads.
+template <int kParts, int kHeads>
+inline void weigh_some(int count, const float* values, const int64_t* offsets, int64_t first, int64_t end,
+                       const float* weights, size_t stride, float* out) {
+    if constexpr (kHeads > 1)
+        if (count < kHeads)
+            return weigh_some<kParts, kHeads - 1>(count, values, offsets, first, end, weights, stride, out);
+    weigh_heads<kParts, kHeads>(values, offsets, first, end, weights, stride, out);
+}
+
 // out[head] = sum over t of weights[head][t] * value[t], in the order of t.
 template <int kParts>
 void weigh_values(const Entries& entries, Heads heads, const float* weights, size_t stride, float* out) {
+    constexpr int kHeads = heads_at_once<kParts>();
     for (int64_t first = 0; first < entries.count; first += kLanes) {
         const int64_t end = entries.count - first < kLanes ? entries.count : first + kLanes;
-        for (int head = heads.first * heads.sharing; head < heads.last * heads.sharing; ++head) {
-            const float* values = entries.values + head / heads.sharing * entries.head_stride;
-            float* to = out + head * kParts * kLanes;
-            Floats acc[kParts];
-            for (int i = 0; i < kParts; ++i) acc[i] = first ? load<Floats>(to + i * kLanes) : Floats{};
-            for (int64_t t = first; t < end; ++t) {
-                const float* value = values + entries.offsets[t];
-                for (int i = 0; i < kParts; ++i) acc[i] += load<Floats>(value + i * kLanes) * weights[head * stride + t];
+        for (int shared = heads.first; shared < heads.last; ++shared) {
+            const float* values = entries.values + shared * entries.head_stride;
+            for (int h = 0; h < heads.sharing; h += kHeads) {
+                const int head = shared * heads.sharing + h;
+                weigh_some<kParts, kHeads>(heads.sharing - h, values, entries.offsets, first, end,
+                                           weights + head * stride, stride, out + head * kParts * kLanes);
             }
-            for (int i = 0; i < kParts; ++i) store(to + i * kLanes, acc[i]);
         }
     }
 }

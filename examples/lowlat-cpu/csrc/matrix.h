@@ -145,7 +145,6 @@ inline void widen_block(const Matrix& w, const uint8_t* block, float* out) {
     }
 }
 
-typedef float Eight __attribute__((vector_size(32)));
 constexpr int kHalves = kLanes / 8;
 
 // sums[r][h] of half h of the lanes, for one block of columns.

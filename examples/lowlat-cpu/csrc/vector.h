@@ -92,6 +92,22 @@ inline Floats sums(const Floats (&v)[kLanes]) {
            __builtin_shufflevector(two[0], two[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
+// Half the lanes, for instruction sets whose registers are too few for sums of all.
+typedef float Eight __attribute__((vector_size(32)));
+
+// Lane i: the sum of v[i], for eight vectors.
+inline Eight sums(const Eight (&v)[8]) {
+    Eight four[4], two[2];
+    for (int i = 0; i < 4; ++i)
+        four[i] = __builtin_shufflevector(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
+                  __builtin_shufflevector(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; ++i)
+        two[i] = __builtin_shufflevector(four[i], four[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
+                 __builtin_shufflevector(four[i], four[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    return __builtin_shufflevector(two[0], two[1], 0, 8, 2, 10, 4, 12, 6, 14) +
+           __builtin_shufflevector(two[0], two[1], 1, 9, 3, 11, 5, 13, 7, 15);
+}
+
 // e^x for x in [-87, 88], within two units in the last place; smaller arguments give e^-87.
 // Range reduction by ln 2 in two parts, then a polynomial of degree seven (Taylor on |r| <= ln 2 / 2).
 inline Floats exponential(Floats x) {
