@@ -255,7 +255,7 @@ def test_the_general_arm_runs_ahead_where_state_lives_on_the_device(monkeypatch)
         assert min(samples) > 0
         # the rewind is waited for alone; every step that counts had two launched behind it; the last two are drained
         assert in_flight == [1, 3, 3, 3, 3, 2, 1]
-        assert runner._lengths == [46 + 3 + 1 + 2] * 2
+        assert runner._slots.lengths == [46 + 3 + 1 + 2] * 2
     arm.close()
 
 

@@ -66,11 +66,11 @@ class LogitLog:
         self._begin_slot(slot, setting, has_rules)
 
     def _launched(self, plan: Any) -> Any:
-        fallbacks, before = self._runner.fallbacks.total(), list(self._runner._lengths)
+        fallbacks, before = self._runner.fallbacks.total(), list(self._runner._slots.lengths)
         pending = self._launch(plan)
         where = "host" if self._runner.fallbacks.total() > fallbacks else "device"
         sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
-        mode = self._runner._mode(sampled) if sampled else None
+        mode = self._runner._slots.mode(sampled) if sampled else None
         chunks = [len(chunk.tokens) for chunk in plan.chunks]
         for chunk in plan.chunks:
             if chunk.sample:

@@ -240,7 +240,7 @@ def test_a_row_that_is_not_numbers_is_said_to_be_broken(models):
 
 def test_greedy_steps_pay_for_nothing(models):
     runner = begun(models, settings=ALL_KINDS)
-    assert runner._mode([0]) == SamplingMode()
-    assert runner._mode([0, 1]) == SamplingMode(draws=True, logprobs=5)
-    assert runner._mode([2]) == SamplingMode(draws=True, filters=True, logprobs=0)
-    assert runner._mode([3, 0]) == SamplingMode(rules=True)
+    assert runner._slots.mode([0]) == SamplingMode()
+    assert runner._slots.mode([0, 1]) == SamplingMode(draws=True, logprobs=5)
+    assert runner._slots.mode([2]) == SamplingMode(draws=True, filters=True, logprobs=0)
+    assert runner._slots.mode([3, 0]) == SamplingMode(rules=True)

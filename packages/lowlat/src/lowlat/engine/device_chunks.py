@@ -19,6 +19,7 @@ import torch
 
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import PrefillChunk, StepPlan
+from lowlat.engine.device_results import LabelReads
 from lowlat.engine.device_state import DeviceState, PageTable
 from lowlat.engine.graphs import StepBodies
 from lowlat.layers.device_step import DeviceStep, ItemSegments, RowSegments
@@ -234,6 +235,21 @@ class ChunkBodies:
         if state.window_table is not None:
             step.windowed = seen(state.window_table)
         return self._model.states(step, self._kv)
+
+
+def read_labels(
+    model: DeviceDecoder, plan: StepPlan, states_RH: torch.Tensor, rows: list[int], send: Any, *, all_labels: bool
+) -> LabelReads | None:
+    """What the plan's chunks want to know of `rows`; None: nothing. Not `all_labels`: on ranks that bring their part of
+    the logits and know no labels."""
+    if not rows:
+        return None
+    chunks = [(chunk.slot, chunk.labels) for chunk in plan.chunks if chunk.read_rows]
+    labels = [ids for _, some in chunks for ids in some]
+    if not all_labels:
+        label_logprobs(model, states_RH, rows, [[]] * len(rows), send)
+        return None
+    return LabelReads(label_logprobs(model, states_RH, rows, labels, send), chunks)
 
 
 def label_logprobs(

@@ -21,9 +21,9 @@ from itertools import islice
 import torch
 
 from lowlat.cache.layout import KVPool
-from lowlat.engine.batch import GREEDY, MIN_TEMPERATURE, PlanLimits, SlotSampling, StepPlan
+from lowlat.engine.batch import PlanLimits, StepPlan
 from lowlat.engine.device_choice import GroupChoice
-from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, chunk_rows, label_logprobs
+from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, chunk_rows, read_labels
 from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import LabelReads, PendingStep
 from lowlat.engine.device_sampler import Samples, SamplingMode
@@ -32,6 +32,7 @@ from lowlat.engine.device_state import DeviceState, SlotLists, to_device
 from lowlat.engine.device_verify import PendingChecks, Verifier
 from lowlat.engine.executor import StepResult
 from lowlat.engine.graphs import Body, EagerBodies, StepBodies
+from lowlat.engine.host_slots import HostSlots
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.runner import ModelRunner
 from lowlat.layers.device_step import DeviceStep, RowSegments
@@ -42,9 +43,6 @@ from lowlat_plugin import LowLatency, StepFailed
 from lowlat_plugin.routing import FAILED
 
 log = logging.getLogger("lowlat.engine")
-
-# Log-probabilities of a graph's most likely tokens: few sizes, so few graphs.
-_TOP_SIZES = (0, 5, 20)
 
 
 @dataclass(slots=True)
@@ -87,12 +85,7 @@ class DeviceRunner:
         self._lists = SlotLists(self._state.padding_slot, self.device)
         self.verifier: Verifier | None = None
         """Where steps check guesses."""
-        self._lengths = [0] * limits.max_batch
-        """Tokens of each slot after the steps launched; of steps that check guesses, after those whose results are
-        known. The others let it grow at most by the rows in `_flying`."""
-        self._flying = [0] * limits.max_batch
-        self._tokens = [0] * limits.max_batch
-        self._sampling: list[SlotSampling] = [GREEDY] * limits.max_batch
+        self._slots = HostSlots(limits.max_batch)
         self._in_flight: deque[Flight] = deque()
 
     def speculate(self, speculation: DeviceSpeculation) -> None:
@@ -114,7 +107,7 @@ class DeviceRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step. Slots' states advance at once, as far as the next launch is concerned."""
         for slot, sampling in plan.begins:
-            self._sampling[slot] = sampling
+            self._slots.settings[slot] = sampling
             self._state.begin(slot, sampling, LogitRules.has(sampling) and self.host.rank == 0)
             if self.verifier is not None:
                 self.verifier.speculation.begin(slot, sampling)
@@ -126,7 +119,7 @@ class DeviceRunner:
             return self._run_on_host(plan, reason)
         self.host.learn(plan)
         slots = [chunk.slot for chunk in plan.chunks] + plan.decodes
-        before = {slot: self._lengths[slot] for slot in slots}
+        before = {slot: self._slots.lengths[slot] for slot in slots}
         if self.host.kernel_steps is not None and (plan.chunks or self.kernels is None):
             self.host.kernel_steps.count(plan)
         if plan.chunks:
@@ -203,9 +196,9 @@ class DeviceRunner:
 
         The slots have decoded in this very set before. What the host knows of their lengths is not changed.
         """
-        mode, plan = self._mode(slots), StepPlan(0, [], [], [], slots)
+        mode, plan = self._slots.mode(slots), StepPlan(0, [], [], [], slots)
         kernels = self.kernels
-        padded, longest = padded_requests(len(slots), self._most), max(self._lengths[slot] for slot in slots) + 1
+        padded, longest = padded_requests(len(slots), self._most), max(self._slots.lengths[slot] for slot in slots) + 1
         if self.verifier is not None:
             width = self.verifier.speculation.width
             on_kernels = kernels is not None and kernels.route(plan, padded, width).kernels
@@ -224,12 +217,12 @@ class DeviceRunner:
     def _launch_decodes(self, plan: StepPlan) -> PendingStep:
         slots = plan.decodes
         size = padded_requests(len(slots), self._most)
-        mode = self._mode(slots)
+        mode = self._slots.mode(slots)
         self._prepare(size, mode)
         self._lists.send(size, slots)
         for slot in slots:
-            self._lengths[slot] += 1
-        longest = max(self._lengths[slot] for slot in slots)
+            self._slots.lengths[slot] += 1
+        longest = self._slots.longest(slots)
         samples = self.bodies.run((size, mode), lambda: self._decode(size, mode, longest))
         return self._pending(plan, samples, slots)
 
@@ -248,15 +241,18 @@ class DeviceRunner:
         launched = speculation.clock()
         if speculation.ngrams is not None:
             self._settle()
-        slots, settings = plan.decodes, [self._sampling[slot] for slot in plan.decodes]
+        slots, settings = plan.decodes, [self._slots.settings[slot] for slot in plan.decodes]
         size = padded_requests(len(slots), self._most)
-        requests = [DraftRequest(self._tokens[slot], self._lengths[slot], slot, self._room(slot) - 1) for slot in slots]
+        requests = [
+            DraftRequest(self._slots.tokens[slot], self._slots.lengths[slot], slot, self._slots.room(slot) - 1)
+            for slot in slots
+        ]
         forced = None if speculation.simulated is None else speculation.simulate(requests)
         checks = speculation.plan(requests, size)
         for slot in slots:
-            self._flying[slot] += checks.width
-        longest = max(self._lengths[slot] + self._flying[slot] for slot in slots)
-        step = (slots, size, checks, self._mode(slots), longest, forced)
+            self._slots.flying[slot] += checks.width
+        longest = self._slots.longest(slots)
+        step = (slots, size, checks, self._slots.mode(slots), longest, forced)
         checked, again = None, None
         if self.kernels is not None:
             route = self.kernels.route(plan, size, checks.width)
@@ -274,9 +270,9 @@ class DeviceRunner:
 
         def done(bursts: list[list[int]], rows: list[int]) -> tuple[float, float]:
             for index, (slot, burst) in enumerate(zip(slots, bursts, strict=True)):
-                self._flying[slot] -= checks.width
-                self._grow(slot, len(burst))
-                self._note(slot, burst, observers[index])
+                self._slots.flying[slot] -= checks.width
+                self._slots.grow(slot, len(burst))
+                self._slots.note(slot, burst, observers[index])
                 if settings[index].width > 1:
                     proposal = None if checks.proposals is None else checks.proposals[index]
                     speculation.judge(slot, burst, rows[index], proposal)
@@ -285,29 +281,11 @@ class DeviceRunner:
         wanted = [setting.logprobs for setting in settings]
         return PendingChecks(plan.step, checked, slots, wanted, self.device, done, again)
 
-    def _room(self, slot: int) -> int:
-        """Rows that a request may have in a step."""
-        setting = self._sampling[slot]
-        return max(1, min(setting.width, setting.end - self._lengths[slot]))
-
     def _settle(self) -> None:
         """Wait for all steps in flight."""
         for flight in list(self._in_flight):
             flight.pending.wait()
         self._in_flight.clear()
-
-    def _grow(self, slot: int, count: int) -> None:
-        """So many tokens more are computed."""
-        length, end = self._lengths[slot] + count, self._sampling[slot].end
-        # As on the device: a request at its end may be computed again by steps launched before this was known.
-        self._lengths[slot] = min(length, end - 1) if end else length
-
-    def _note(self, slot: int, tokens: list[int], observe: Callable[[int], None] | None) -> None:
-        """These tokens were chosen for a slot."""
-        for token in tokens:
-            self._tokens[slot] = token
-            if observe is not None:
-                observe(token)
 
     # --- those that a kernel library computes -------------------------------------------------------------------------
 
@@ -316,7 +294,7 @@ class DeviceRunner:
         route, slots = kernels.route(plan), plan.decodes
         samples = None
         if route.kernels:
-            size, mode = len(slots), self._mode(slots)
+            size, mode = len(slots), self._slots.mode(slots)
             try:
                 self._prepare_kernels(kernels, size, mode)
                 self._lists.send(size, slots)
@@ -330,7 +308,7 @@ class DeviceRunner:
         if samples is None:
             return None
         for slot in slots:
-            self._lengths[slot] += 1
+            self._slots.lengths[slot] += 1
         return self._pending(plan, samples, slots, again=self._run_again)
 
     def _alone(self) -> None:
@@ -365,16 +343,16 @@ class DeviceRunner:
             before |= flight.lengths
         if self.verifier is not None:
             # Lengths are those of the steps whose results are known: before the one that failed.
-            before = {slot: self._lengths[slot] for slot in before}
+            before = {slot: self._slots.lengths[slot] for slot in before}
             for slot in before:
-                self._flying[slot] = 0
+                self._slots.flying[slot] = 0
         slots = list(before)
         for slot, length in before.items():
-            self._lengths[slot] = length
+            self._slots.lengths[slot] = length
             answer = self.host.answer_counts(slot)
             if answer is not None and self._state.rules is not None:
                 self._state.rules.set_counts(slot, answer)
-        self._state.rewind(slots, [self._tokens[slot] for slot in slots], list(before.values()))
+        self._state.rewind(slots, [self._slots.tokens[slot] for slot in slots], list(before.values()))
         log.warning("steps %d to %d run again on the general path", flights[0].plan.step, flights[-1].plan.step)
         for flight in flights:
             flight.pending.replace(self.launch(flight.plan))
@@ -421,19 +399,19 @@ class DeviceRunner:
     def _launch_chunks(self, plan: StepPlan) -> PendingStep:
         if self.verifier is not None and plan.decodes:
             self._settle()  # where rows stand is told by the host here, and in flight are guesses
-        rows = ChunkRows(plan, self._lengths, self._state.padding_slot, self._chunks.rounded)
+        rows = ChunkRows(plan, self._slots.lengths, self._state.padding_slot, self._chunks.rounded)
         touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
         lasts, reads, first = [], [], 0
         for chunk in plan.chunks:
             reads += [first + row for row in chunk.read_rows]
             first += len(chunk.tokens)
             lasts += [first - 1] if chunk.sample else []
-            self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
+            self._slots.lengths[chunk.slot] = chunk.start + len(chunk.tokens)
         for slot in plan.decodes:
-            self._grow(slot, 1)
+            self._slots.grow(slot, 1)
         sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
         counts = [len(touched), len(touched), len(sampled), len(sampled), len(sampled)]
-        after = [self._lengths[slot] for slot in touched], [self._lengths[slot] for slot in sampled]
+        after = [self._slots.lengths[slot] for slot in touched], [self._slots.lengths[slot] for slot in sampled]
         numbers = self._send([*touched, *after[0], *lasts, *rows.decode_rows, *sampled, *after[1]])
         touched_M, lengths_M, rows_M, sampled_M, after_M = torch.split(numbers, counts)
         states_RH = self._chunks.states(rows)
@@ -441,35 +419,15 @@ class DeviceRunner:
         samples = None
         if sampled:
             samples = self._choose(
-                self.model.head(states_RH.index_select(0, rows_M)), sampled_M, after_M, self._mode(sampled)
+                self.model.head(states_RH.index_select(0, rows_M)), sampled_M, after_M, self._slots.mode(sampled)
             )
-        return self._pending(plan, samples, sampled, self._read_labels(plan, states_RH, reads))
-
-    def _read_labels(self, plan: StepPlan, states_RH: torch.Tensor, rows: list[int]) -> LabelReads | None:
-        if not rows:
-            return None
-        chunks = [(chunk.slot, chunk.labels) for chunk in plan.chunks if chunk.read_rows]
-        labels = [ids for _, some in chunks for ids in some]
-        if self.host.rank > 0:  # rank 0 knows the labels; the others bring their part of the logits
-            label_logprobs(self.model, states_RH, rows, [[]] * len(rows), self._send)
-            return None
-        return LabelReads(label_logprobs(self.model, states_RH, rows, labels, self._send), chunks)
+        labels = read_labels(self.model, plan, states_RH, reads, self._send, all_labels=self.host.rank == 0)
+        return self._pending(plan, samples, sampled, labels)
 
     def _send(self, numbers: list[int]) -> torch.Tensor:
         return to_device(numbers, torch.int64, self.device)
 
     # --- both --------------------------------------------------------------------------------------------------------
-
-    def _mode(self, slots: list[int]) -> SamplingMode:
-        settings = [self._sampling[slot] for slot in slots]
-        draws = [setting for setting in settings if setting.temperature >= MIN_TEMPERATURE]
-        wanted = max(setting.logprobs for setting in settings)
-        return SamplingMode(
-            draws=bool(draws),
-            filters=any(setting.top_k > 0 or setting.top_p < 1.0 or setting.min_p > 0.0 for setting in draws),
-            rules=any(setting.has_rules for setting in settings),
-            logprobs=wanted if wanted < 0 else next((size for size in _TOP_SIZES if size >= wanted), wanted),
-        )
 
     def _pending(
         self,
@@ -486,11 +444,11 @@ class DeviceRunner:
                 self.model.sums.check()
             for slot, token, observe in zip(slots, tokens, observers, strict=True):
                 burst = [token] if token >= 0 else []
-                self._note(slot, burst, observe)
-                if self.verifier is not None and self._sampling[slot].width > 1:
+                self._slots.note(slot, burst, observe)
+                if self.verifier is not None and self._slots.settings[slot].width > 1:
                     self.verifier.speculation.judge(slot, burst, 1, None)
 
-        wanted = [self._sampling[slot].logprobs for slot in slots]
+        wanted = self._slots.logprobs(slots)
         return PendingStep(plan.step, samples, slots, wanted, self.device, done, reads, again)
 
     # --- what the device cannot do -----------------------------------------------------------------------------------
@@ -500,7 +458,7 @@ class DeviceRunner:
         if any(chunk.targets for chunk in plan.chunks):
             return "prompt log-probabilities"
         slots = [chunk.slot for chunk in plan.chunks] + plan.decodes
-        if any(self._sampling[slot].grammar is not None for slot in slots):
+        if any(self._slots.settings[slot].grammar is not None for slot in slots):
             return "grammar"
         return None
 
@@ -509,17 +467,17 @@ class DeviceRunner:
         if not self.fallbacks[reason]:
             log.warning("steps with %s wait for the device and choose tokens on the host: they are slower", reason)
         self.fallbacks[reason] += 1
-        self.host.set_state(self._tokens, self._lengths)
+        self.host.set_state(self._slots.tokens, self._slots.lengths)
         result = self.host.run(plan)
         sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
         touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
         tokens = iter(result.tokens)
         for slot, count in zip(sampled, result.counts or [1] * len(sampled), strict=True):
             burst = list(islice(tokens, count))
-            if self.verifier is not None and self._sampling[slot].width > 1:
+            if self.verifier is not None and self._slots.settings[slot].width > 1:
                 self.verifier.speculation.judge(slot, burst, 1, None)
-        self._tokens, self._lengths = self.host.state()
-        self._state.set_lengths(touched, [self._lengths[slot] for slot in touched])
+        self._slots.tokens, self._slots.lengths = self.host.state()
+        self._state.set_lengths(touched, [self._slots.lengths[slot] for slot in touched])
         if sampled:
-            self._state.set_tokens(sampled, [self._tokens[slot] for slot in sampled])
+            self._state.set_tokens(sampled, [self._slots.tokens[slot] for slot in sampled])
         return PendingStep.finished(result)
