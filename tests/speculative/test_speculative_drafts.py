@@ -13,6 +13,7 @@ from spec_kit import VOCABULARY, draft_config, random_network
 
 from lowlat.cache.layout import KVPool
 from lowlat.layers.step import Segment, StepInputs
+from lowlat.speculative import dflash
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import (
     DraftFileError,
@@ -41,10 +42,12 @@ class Tables:
         return self.slots[slot][start : start + count].numpy()
 
 
-@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(("window", "waiting"), [(0, 64), (6, 64), (6, 8)])
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
-def test_guesses_are_the_references(kind: str, window: int):
-    """Contexts come in uneven chunks with wrong rows that are overwritten; two requests are drafted at once."""
+def test_guesses_are_the_references(kind: str, window: int, waiting: int, monkeypatch: pytest.MonkeyPatch):
+    """Contexts come in uneven chunks with wrong rows that are overwritten, in memory that is used again; two requests
+    are drafted at once."""
+    monkeypatch.setattr(dflash, "_MOST_WAITING", waiting)
     config = draft_config(kind, sliding_window=window, output_multiplier=1.5, final_logit_softcapping=9.0)
     network = random_network(config, seed=3).double()
     reference = Reference(config, {name: weight.numpy() for name, weight in network.state_dict().items()})
@@ -69,7 +72,9 @@ def test_guesses_are_the_references(kind: str, window: int):
                 [],
                 torch.empty(0),
             )
-            proposer.extend(torch.cat([rows, torch.full((2, 128), 9.0).double()]), step)
+            given = torch.cat([rows, torch.full((2, 128), 9.0).double()])
+            proposer.extend(given, step)
+            given.fill_(float("nan"))
     found = proposer.propose([DraftRequest(7, 17, 0), DraftRequest(30, 9, 1)])
     for slot, (anchor, length) in enumerate(((7, 17), (30, 9))):
         block = embedding[[anchor] + [config.mask_token_id] * 4].numpy()

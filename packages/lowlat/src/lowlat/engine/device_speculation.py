@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from lowlat.engine.batch import SlotSampling
-from lowlat.speculative.acceptance import Acceptance
+from lowlat.speculative.acceptance import DOUBTFUL, HOPEFUL, Acceptance
 from lowlat.speculative.budget import expected_tokens
 from lowlat.speculative.device_draft import DeviceDraft
 from lowlat.speculative.ngram import NgramProposer
@@ -53,7 +53,7 @@ class DeviceSpeculation:
         self.widths = step_widths(width, adaptive)
         self.times: dict[int, StepTimes] = {}
         """By requests of a step: its seconds by rows of a request."""
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(DOUBTFUL if draft is None else HOPEFUL)
         self._steps = 0
         self._simulated_steps: dict[int, int] = {}
         self._last = 0.0

@@ -13,13 +13,14 @@ import torch
 from lowlat.engine.batch import SlotSampling, StepPlan
 from lowlat.layers.step import StepInputs
 from lowlat.parallel.group import Communicator
-from lowlat.speculative.acceptance import Acceptance
+from lowlat.speculative.acceptance import DOUBTFUL, HOPEFUL, Acceptance
 from lowlat.speculative.budget import plan_guesses
 from lowlat.speculative.proposer import DraftRequest, Proposal, Proposer
 from lowlat.speculative.step_times import StepTimes
 
 _TRY_AGAIN = 16
-"""Every so many steps a draft is asked, worth its time or not."""
+"""After so many steps a draft is asked, worth its time or not; twice as many each time that it was not."""
+_LONGEST_WAIT = 64
 
 
 class Speculation:
@@ -44,13 +45,15 @@ class Speculation:
         self._communicator = communicator
         self._adaptive = adaptive
         self._clock = clock
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(HOPEFUL if proposer.costs_time else DOUBTFUL)
         self._proposals: dict[int, Proposal] = {}
         """Of the step under way, by slot."""
         self._simulated_steps: dict[int, int] = {}
         self._guess_seconds = 0.0
         self._asked_seconds = 0.0
-        self._asked_steps = 0
+        self._silent = 0
+        """Steps in which a draft was not asked since it last was."""
+        self._wait = _TRY_AGAIN
 
     @property
     def follows(self) -> bool:
@@ -73,7 +76,7 @@ class Speculation:
         """For each decode slot, guesses of the tokens after its next one, which this step is to check."""
         if not plan.decodes:
             return []
-        wanted = self._agree([self._most(sampling[slot], lengths[slot]) for slot in plan.decodes])
+        wanted = self._agree(plan.decodes, [self._most(sampling[slot], lengths[slot]) for slot in plan.decodes])
         requests = [
             DraftRequest(tokens[slot], lengths[slot], slot, most)
             for slot, most in zip(plan.decodes, wanted, strict=True)
@@ -90,6 +93,8 @@ class Speculation:
                 proposal = self._proposals.pop(slot, None)
                 if proposal is not None:
                     self._acceptance.judge(slot, proposal.kind, proposal.tokens, burst)
+                    if len(burst) > 2:
+                        self._silent = self._wait = _TRY_AGAIN  # a text that has become easy: ask again at once
                 self._proposer.observe(slot, burst)
 
     def time_step(self, plan: StepPlan, guesses: Sequence[Sequence[int]], seconds: float) -> tuple[float, float]:
@@ -118,9 +123,9 @@ class Speculation:
     def _most(setting: SlotSampling, length: int) -> int:
         return max(0, min(setting.width, setting.end - length) - 1)
 
-    def _agree(self, wanted: list[int]) -> list[int]:
+    def _agree(self, slots: Sequence[int], wanted: list[int]) -> list[int]:
         """How many guesses to ask for, of each request; all ranks must agree where all take part."""
-        told = self._worth_asking(wanted) if self._communicator.shard.rank == 0 else [0] * len(wanted)
+        told = self._worth_asking(slots, wanted) if self._communicator.shard.rank == 0 else [0] * len(wanted)
         if self._communicator.shard.size == 1 or not self._proposer.needs_ranks:
             return told
         found: list[int] = self._communicator.broadcast(torch.tensor(told)).tolist()
@@ -138,21 +143,30 @@ class Speculation:
             for request, of in zip(requests, proposals, strict=True)
         }
 
-    def _worth_asking(self, wanted: list[int]) -> list[int]:
+    def _worth_asking(self, slots: Sequence[int], wanted: list[int]) -> list[int]:
         """How many guesses would pay for their own making, if they are as good as the last ones. Now and then all are
         asked for even so, since a text may become easy again."""
         self._asked_seconds = 0.0
         if not (self._adaptive and self._proposer.costs_time and self.times is not None and self._guess_seconds):
             return wanted
-        self._asked_steps += 1
-        if self._asked_steps % _TRY_AGAIN == 0:
-            return wanted
         times, rows, each = self.times, len(wanted), self._guess_seconds
-        expected = [self._acceptance.overall(most) for most in wanted]
-        if not self._proposer.sequential:
-            return wanted if any(plan_guesses(expected, times, rows, each)) else [0] * rows
-        # The draft goes on for all requests until the last of them has its guesses: at most one a row beside.
-        return plan_guesses(expected, lambda count: times(count) + each * (count - rows) / rows, rows)
+        expected = [
+            self._acceptance.chances(slot, 0, most) if most > 0 else []
+            for slot, most in zip(slots, wanted, strict=True)
+        ]
+        if self._proposer.sequential:
+            # The draft goes on for all requests until the last of them has its guesses: at most one a row beside.
+            counts = plan_guesses(expected, lambda count: times(count) + each * (count - rows) / rows, rows)
+        else:
+            counts = wanted if any(plan_guesses(expected, times, rows, each)) else [0] * rows
+        if any(counts):
+            self._silent, self._wait = 0, _TRY_AGAIN
+            return counts
+        self._silent += 1
+        if self._silent < self._wait:
+            return counts
+        self._silent, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
+        return wanted
 
     def _choose(self, plan: StepPlan, proposals: dict[int, Proposal], wanted: list[int]) -> list[list[int]]:
         """The guesses that are worth a row."""

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 _DECAY = 0.92
 """Of a request's past at every new judgement."""
 _DECAY_ALL = 0.995
-_FIRST = (1.4, 2.0)
-"""Before anything is known: right, judged."""
+HOPEFUL = (1.4, 2.0)
+"""Before anything is known: right, judged. For guesses that are only judged where they were asked for."""
+DOUBTFUL = (0.5, 2.0)
+"""For guesses that are judged whether they were worth a row or not."""
 _PRIOR = 3.0
 """Judgements that all requests' past counts for in one request's."""
 
@@ -26,8 +28,8 @@ class _Counts:
 class Acceptance:
     """Chances of guesses, by kind and by place in the proposal, each given that the guesses before it were right."""
 
-    def __init__(self) -> None:
-        self._all: dict[tuple[int, int], _Counts] = defaultdict(lambda: _Counts(*_FIRST))
+    def __init__(self, first: tuple[float, float] = HOPEFUL) -> None:
+        self._all: dict[tuple[int, int], _Counts] = defaultdict(lambda: _Counts(*first))
         self._slots: dict[int, dict[tuple[int, int], _Counts]] = {}
 
     def begin(self, slot: int) -> None:
@@ -43,10 +45,6 @@ class Acceptance:
             prior = _PRIOR * everyones.right / everyones.judged
             found.append(min(1.0, (mine.right + prior) / (mine.judged + _PRIOR)))
         return found
-
-    def overall(self, count: int) -> list[float]:
-        """Of `count` guesses of any request, of the first kind."""
-        return [min(1.0, self._all[0, place].right / self._all[0, place].judged) for place in range(count)]
 
     def judge(self, slot: int, kind: int, proposed: Sequence[int], chosen: Sequence[int]) -> None:
         """Compare a proposal with the tokens that came. Guesses that were not checked are judged too where the token at

@@ -1,7 +1,8 @@
 """Block drafts in the engine: DFlash, DFlash 2 and DSpark over the target's features.
 
 For every row that the target computes, the draft's keys and values of that row's features go into the draft's own pool,
-at the target's slots. So whatever the target may reuse, a cached prefix too, the draft may.
+at the target's slots. So whatever the target may reuse, a cached prefix too, the draft may. They are computed when the
+draft is next asked, for the rows of several steps at once: where it seldom is, weights are seldom read.
 
 Legend of shape suffixes as in `draft_network`; L tokens of the context, S KV slots.
 """
@@ -18,6 +19,9 @@ from lowlat.layers.step import StepInputs
 from lowlat.speculative.draft_heads import Head, greedy, walk
 from lowlat.speculative.draft_network import DraftNetwork
 from lowlat.speculative.proposer import Choose, DraftRequest, Proposal, Tables
+
+_MOST_WAITING = 64
+"""Rows whose features are kept for later."""
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """The target's embedding: tokens [R] to [R, H]."""
@@ -57,6 +61,8 @@ class BlockProposer:
         self._network, self._pool, self._tables = network, pool, tables
         self._dtype = network.fc.weight.dtype
         self._embed, self._head, self._choose = embed, head, choose
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """Features, positions and slots of rows that are not in the pool yet."""
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
         """The context is in the pool, or comes with the target's rows."""
@@ -65,19 +71,38 @@ class BlockProposer:
         """The same."""
 
     def follow(self, step: StepInputs) -> None:
-        """`extend` does it, inside the target's forward."""
+        """`extend` hears of it, inside the target's forward."""
 
     def extend(self, features_RX: torch.Tensor, step: StepInputs) -> None:
-        """Write the draft's keys and values of a step's rows. Rows of wrong guesses are overwritten later."""
+        """Let the draft have a step's rows when it is next asked. Rows of wrong guesses are overwritten later."""
         real = step.real_rows
-        context = self._network.context(features_RX[:real].to(self._dtype), step.positions_R[:real])
+        rows = (features_RX[:real], step.positions_R[:real], step.write_slots[:real])
+        if real + sum(len(slots) for _, _, slots in self._waiting) > _MOST_WAITING:
+            self._waiting.append(rows)
+            self._write()
+        else:  # whose memory may be used again by the next step
+            self._waiting.append((rows[0].to(self._dtype, copy=True), rows[1].clone(), rows[2].clone()))
+
+    def _write(self) -> None:
+        """Write keys and values of the rows that wait to the pool; of several in one slot the last."""
+        if not self._waiting:
+            return
+        rows = [torch.cat(parts) for parts in zip(*self._waiting, strict=True)]
+        self._waiting.clear()
+        last = {slot: row for row, slot in enumerate(rows[2].tolist())}
+        if len(last) < len(rows[2]):
+            kept = torch.tensor(sorted(last.values()))
+            rows = [part.index_select(0, kept) for part in rows]
+        features_RX, positions_R, slots_R = rows
+        context = self._network.context(features_RX.to(self._dtype), positions_R)
         for (keys_RKD, values_RKD), keys_SKD, values_SKD in zip(
             context, self._pool.keys, self._pool.values, strict=True
         ):
-            keys_SKD.index_copy_(0, step.write_slots, keys_RKD)
-            values_SKD.index_copy_(0, step.write_slots, values_RKD)
+            keys_SKD.index_copy_(0, slots_R, keys_RKD)
+            values_SKD.index_copy_(0, slots_R, values_RKD)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self._write()
         network = self._network
         config = network.config
         masks = [config.mask_token_id] * (config.block_size - 1)
