@@ -18,7 +18,8 @@ from lowlat.engine.device_state import DeviceState
 class LogitLog:
     """Writes the logits of every choice into one tensor on the device, from inside graphs too.
 
-    Made before a runner has captured anything. Requests are numbered in the order in which they take a slot.
+    Made before a runner has captured anything. Requests are numbered in the order in which they take a slot after
+    `start`.
     """
 
     def __init__(self, runner: DeviceRunner, requests: int, places: int) -> None:
@@ -38,6 +39,11 @@ class LogitLog:
         runner.launch = self._launched  # type: ignore[method-assign]
         runner._choice = self  # type: ignore[assignment]
         self._runner = runner
+
+    def start(self) -> None:
+        """What comes now is logged, as request 0 and up."""
+        self._begun = 0
+        self.logits_NPV.fill_(float("nan"))
 
     def greedy(self, columns_MC: torch.Tensor, slots_M: torch.Tensor, state: DeviceState) -> Samples:
         """As `GroupChoice.greedy`."""
@@ -60,8 +66,8 @@ class LogitLog:
         self.logits_NPV[self._owner_T[slots_M], positions_M] = self._runner.model.whole(columns_MC)
 
     def _begin(self, slot: int, setting: SlotSampling, has_rules: bool) -> None:
-        self._owner_T[slot : slot + 1].fill_(self._begun)
-        self._owners[slot] = self._begun
+        self._owners[slot] = min(self._begun, len(self.modes))
+        self._owner_T[slot : slot + 1].fill_(self._owners[slot])
         self._begun += 1
         self._begin_slot(slot, setting, has_rules)
 

@@ -104,13 +104,16 @@ class RankGroup:
     def close(self) -> None:
         """End the processes, by force after five seconds, and remove the folder."""
         self.ending()
+        # Ranks leave NCCL together, so none of them would end before rank 0 leaves.
+        if self._communicator is not None and self._device == "cuda":
+            self._communicator.close()
         for process in self._processes:
             try:
                 process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._communicator is not None:
+        if self._communicator is not None and self._device != "cuda":
             self._communicator.close()
         for path in Path(self._folder).iterdir():
             path.unlink()
