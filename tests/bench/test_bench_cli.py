@@ -143,7 +143,7 @@ def test_compare_gate_and_report_through_files(tmp_path):
     lowlat("gate", "--only", "bytes")
     found = json.loads(lowlat("gate", "--only", "bytes", "--json").stdout)
     assert {finding["verdict"] for finding in found} == {"ok"}
-    from lowlat.bench.report import BEGIN, END
+    from lowlat.bench.readme import BEGIN, END
 
     readme = tmp_path / "README.md"
     readme.write_text(f"# title\n{BEGIN}\n{END}\n")

@@ -7,7 +7,7 @@ import shutil
 import msgspec
 import pytest
 
-from lowlat.bench import gate, gate_counts, plots, report
+from lowlat.bench import gate, gate_counts, plots, readme, report
 from lowlat.bench.compare import compare
 from lowlat.bench.host_work import HostWork
 from lowlat.bench.presets import PRESETS
@@ -217,26 +217,46 @@ def test_newest_result_of_a_name_and_machine_wins(tmp_path):
 
 def test_the_readme_block_is_replaced_and_staleness_is_seen(tmp_path):
     found = [(tmp_path, result(row("general", 1000.0)))]
-    readme = f"# x\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
-    fresh = report.replace_block(readme, report.performance_block(found))
+    old = f"# x\n\n{readme.BEGIN}\nold\n{readme.END}\n\nafter\n"
+    fresh = readme.replace_block(old, readme.performance_block(found))
     assert fresh.startswith("# x\n\n")
     assert fresh.endswith("\n\nafter\n")
     assert "old" not in fresh
-    assert report.replace_block(fresh, report.performance_block(found)) == fresh
-    for bad in ("no marks", readme + report.END, f"{report.END}\n{report.BEGIN}"):
+    assert readme.replace_block(fresh, readme.performance_block(found)) == fresh
+    for bad in ("no marks", old + readme.END, f"{readme.END}\n{readme.BEGIN}"):
         with pytest.raises(ValueError, match="two lines"):
-            report.replace_block(bad, "x")
+            readme.replace_block(bad, "x")
+
+
+def test_the_readme_has_a_line_for_each_workload_of_each_run(tmp_path):
+    one = result(row("general", 1000.0), row("lowlat-nvidia", 700.0), row("read-floor", 500.0), row("other", 1.0))
+    two = result(row("general", 9.0), name="second")
+    lines = [line for line in readme.performance_block([(tmp_path, one), (tmp_path, two)]).splitlines() if "](" in line]
+    assert len(lines) == 2
+    assert "1000" in lines[0] and "700" in lines[0] and "500" in lines[0] and "other" not in lines[0]
+    for line, of in zip(lines, (one, two), strict=True):
+        anchor = report.result_anchor(of)
+        assert f"{readme.PAGE}#{anchor})" in line
+        assert f'<a id="{anchor}">' in report.full_report([(tmp_path, one), (tmp_path, two)])
+
+
+def test_rows_of_one_shape_are_all_shown():
+    text = report.metric_table([row("general", 1000.0), row("general", 2000.0), row("other", 3000.0)])
+    assert all(value in text for value in ("1000", "2000", "3000"))
 
 
 def test_the_readme_of_this_repository_is_current():
     from lowlat.bench.results import load_all
     from lowlat.bench.stamp import repository_root
 
-    readme = repository_root() / "README.md"
-    if not readme.is_file() or report.BEGIN not in readme.read_text(encoding="utf-8"):
+    place = repository_root() / "README.md"
+    if not place.is_file() or readme.BEGIN not in place.read_text(encoding="utf-8"):
         pytest.skip("the README has no performance table")
-    text = readme.read_text(encoding="utf-8")
-    assert report.replace_block(text, report.performance_block(load_all())) == text, "run: lowlat bench report --readme"
+    text = place.read_text(encoding="utf-8")
+    found = load_all()
+    assert readme.replace_block(text, readme.performance_block(found)) == text, "run: lowlat bench report --readme"
+    page = (place.parent / readme.PAGE).read_text(encoding="utf-8")
+    assert report.full_report(found) == page, "run: lowlat bench report --readme"
 
 
 def test_committed_results_are_all_quotable():

@@ -36,7 +36,7 @@ Examples:
 
   lowlat bench report                          all tables on standard output
 
-  lowlat bench report --readme README.md       write the README's performance table
+  lowlat bench report --readme README.md       write the README's performance tables
 
   lowlat bench report --check                  exit code 1 where the README's table is stale or a result is refused
 
@@ -109,16 +109,18 @@ def gate(
 def report(
     results: Folder = None,
     readme: Annotated[
-        pathlib.Path | None, typer.Option("--readme", help="Write the performance table of this file.")
+        pathlib.Path | None,
+        typer.Option("--readme", help="Write the performance tables of this file, and docs/results.md beside it."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit code 1 where the README is not current.")
+        bool, typer.Option("--check", help="Change nothing; exit code 1 where either is not current.")
     ] = False,
     plots: Annotated[pathlib.Path | None, typer.Option("--plots", help="Write plots into this folder.")] = None,
     output: Annotated[pathlib.Path | None, typer.Option("--output", help="Write the full report here.")] = None,
 ) -> None:
     """Render tables and plots from saved results; refuses results that lack what a reader needs to judge them."""
-    from lowlat.bench.report import full_report, newest, performance_block, replace_block
+    from lowlat.bench.readme import PAGE, performance_block, replace_block
+    from lowlat.bench.report import full_report, newest
     from lowlat.bench.results import default_directory, load_all
     from lowlat.bench.stamp import repository_root
 
@@ -126,15 +128,16 @@ def report(
         found = load_all(results or default_directory())
         if check or readme is not None:
             place = readme or (repository_root() or pathlib.Path.cwd()) / "README.md"
+            page = place.parent / PAGE
             text = place.read_text(encoding="utf-8")
-            fresh = replace_block(text, performance_block(found))
-            if check and fresh != text:
-                raise ValueError(
-                    f"the performance table of {place} is not current: run `lowlat bench report --readme {place}`"
-                )
-            if not check:
-                place.write_text(fresh, encoding="utf-8")
-            print(f"{place}: {len(found)} results, the table is current", file=sys.stderr)
+            fresh = {place: replace_block(text, performance_block(found)), page: full_report(found)}
+            for path, wanted in fresh.items():
+                if check and not (path.is_file() and path.read_text(encoding="utf-8") == wanted):
+                    raise ValueError(f"{path} is not current: run `lowlat bench report --readme {place}`")
+                if not check:
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_text(wanted, encoding="utf-8")
+            print(f"{place} and {page}: {len(found)} results, current", file=sys.stderr)
         if output is not None:
             output.write_text(full_report(found), encoding="utf-8")
         if plots is not None:
