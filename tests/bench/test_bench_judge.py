@@ -233,7 +233,8 @@ def test_the_readme_has_a_line_for_each_workload_of_each_run(tmp_path):
     two = result(row("general", 9.0), name="second")
     lines = [line for line in readme.performance_block([(tmp_path, one), (tmp_path, two)]).splitlines() if "](" in line]
     assert len(lines) == 2
-    assert "1000" in lines[0] and "700" in lines[0] and "500" in lines[0] and "other" not in lines[0]
+    assert all(value in lines[0] for value in ("1000", "700", "500"))
+    assert "other" not in lines[0]
     for line, of in zip(lines, (one, two), strict=True):
         anchor = report.result_anchor(of)
         assert f"{readme.PAGE}#{anchor})" in line

@@ -110,7 +110,7 @@ def report(
     results: Folder = None,
     readme: Annotated[
         pathlib.Path | None,
-        typer.Option("--readme", help="Write the performance tables of this file, and docs/results.md beside it."),
+        typer.Option("--readme", help="Write this file's tables and docs/results.md beside it."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit code 1 where either is not current.")
