@@ -1,8 +1,8 @@
 """One rank of a check of `PushSums`: sums eager and replayed, beside exact ones; then a rank that does not come.
 
-    python push_rank.py RANK RANKS FOLDER [same]
+    python push_rank.py RANK RANKS FOLDER [GPUS]
 
-`same`: all ranks share GPU 0, which takes turns between them: right, but slow.
+`GPUS`: how many the ranks share, fewer than they are: a GPU takes turns between its ranks, which is right, but slow.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ class Check:
 
 def main() -> None:
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    same = sys.argv[4:] == ["same"]
-    device = torch.device("cuda", 0 if same else rank)
+    gpus = int(sys.argv[4]) if sys.argv[4:] else ranks
+    same = gpus < ranks
+    device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
     if same:
         peer_memory._check_access = lambda ranks, device: None

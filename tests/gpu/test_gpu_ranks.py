@@ -23,10 +23,12 @@ pytestmark = [
 SIZES = [size for size in (2, 4) if size <= GPUS]
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_pushed_sums(ranks, tmp_path):
+@pytest.mark.parametrize(("ranks", "gpus"), [*((size, size) for size in SIZES), *([(4, 2)] if GPUS in (2, 3) else [])])
+def test_pushed_sums(ranks, gpus, tmp_path):
+    """Of four ranks also where there are two GPUs, each shared by two of them."""
     program = str(Path(__file__).with_name("push_rank.py"))
-    commands = [[sys.executable, program, str(rank), str(ranks), str(tmp_path)] for rank in range(ranks)]
+    where = [str(tmp_path), str(gpus)]
+    commands = [[sys.executable, program, str(rank), str(ranks), *where] for rank in range(ranks)]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for command in commands]
     said = [run.communicate(timeout=120)[0].decode() for run in runs]
     assert [run.returncode for run in runs] == [0] * ranks, "\n".join(said)
