@@ -23,7 +23,7 @@ from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
-from lowlat.layers.triton.row_product import fits, row_product
+from lowlat.layers.triton.row_product import fits, is_tall, row_product
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.layers.triton.step import begin_decodes, greedy
 from lowlat.layers.triton.verify import accept, begin_rows
@@ -68,8 +68,11 @@ class TritonOps:
 
     def __init__(self, processors: int, *, early_start: bool = False) -> None:
         """`early_start`: kernels may start while the one before them runs (`triton.early`)."""
-        self.row_products = False
-        """Whether products of several rows with small weights have a kernel of ours (`engine/row_products.py`)."""
+        self.row_products = 0
+        """Where products of several rows with small weights have a kernel of ours (`engine/row_products.py`), the parts
+        that it takes them in; 0: they have none."""
+        self.tall_products = 0
+        """The same of larger weights."""
         self._programs = 2 * processors
         self._early = early_start
         self._experts: dict[int, _LayersExperts | None] = {}
@@ -93,10 +96,10 @@ class TritonOps:
     ) -> torch.Tensor:
         """One product: of few rows by a kernel of ours, otherwise by PyTorch's."""
         result = None
-        if self.row_products and isinstance(linear, CudaLinear) and fits(len(x_RI), linear.weight_OI):
+        if isinstance(linear, CudaLinear) and (parts := self._parts(len(x_RI), linear)):
             return row_product(
                 x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
-                early_start=self._early,
+                early_start=self._early, parts=parts,
             )[0]  # fmt: skip
         if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(*linear.weight_OI.shape, norm=False):
             result = product(x_RI, linear.weight_OI, linear.bias_O, early_start=self._early)
@@ -116,10 +119,10 @@ class TritonOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In one kernel for few rows."""
         first, stream = (residual_RH, None) if x_RH is None else (x_RH, residual_RH)
-        if self.row_products and isinstance(linear, CudaLinear) and fits(len(residual_RH), linear.weight_OI):
+        if isinstance(linear, CudaLinear) and (parts := self._parts(len(residual_RH), linear)):
             return row_product(
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
-                activation=activation, out_dtype=out_dtype, early_start=self._early,
+                activation=activation, out_dtype=out_dtype, early_start=self._early, parts=parts,
             )  # fmt: skip
         if isinstance(linear, CudaLinear) and len(residual_RH) <= most_rows(*linear.weight_OI.shape, norm=True):
             result = product(
@@ -132,6 +135,11 @@ class TritonOps:
             self.norm(residual_RH, weight_H, eps) if x_RH is None else self.add_norm(x_RH, residual_RH, weight_H, eps)
         )
         return self.product(normed_RH, linear, activation, out_dtype), residual_RH
+
+    def _parts(self, rows: int, linear: CudaLinear) -> int:
+        """Of the kernel for several rows; 0: it is not used."""
+        parts = self.tall_products if is_tall(linear.weight_OI) else self.row_products
+        return parts if fits(rows, linear.weight_OI) else 0
 
     def rope_write(
         self,

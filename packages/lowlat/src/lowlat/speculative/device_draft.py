@@ -159,7 +159,7 @@ class BlockDraft:
         logits_MV = capped(self._ops.product(normed_MH, self._head), config)
         next_M = rows.next_R.view(requests, block)[:, :count].t().reshape(-1)
         logits_GBV, next_GB = logits_MV.view(count, requests, -1), next_M.view(count, requests)
-        anchor_B = self._tables.tokens_T[slots_B]
+        anchor_B = rows.tokens_R.view(requests, block)[:, 0].contiguous()
         if config.kind == "dspark":
             network, known = self.network, self.network.vocabulary
             first_B = anchor_B if self._places_V is None else self._places_V[anchor_B]

@@ -117,7 +117,7 @@ def attend_kernel(
     begins where that of a row after the context would.
 
     `BLOCK_M` rows of scores are `BLOCK_Q` query rows times `GROUP` heads, and what fills the power of two. `SINGLE`:
-    segments have one row, and there is a program for each split that one might have.
+    segments have one block of rows, and there is a program for each split that one might have.
     """
     if EARLY:
         let_next_start()
@@ -128,7 +128,10 @@ def attend_kernel(
         length = tl.load(lengths_ptr + segment)
         first = tl.load(first_ptr + segment)
         slot = tl.load(slots_ptr + segment).to(tl.int64)
-        rows = length * 0 + 1
+        if BLOCK_Q == 1:
+            rows = length * 0 + 1
+        else:
+            rows = tl.load(rows_ptr + segment)
         _blocks, begin, chunk, splits = _splits(rows, length, WINDOW, MOST, BLOCK_Q, BLOCK_L, MIN_CHUNK)
         total = tl.program_id(0) + (local < splits).to(tl.int32)
     else:
@@ -364,7 +367,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
         if most_rows == 1 or (tight and fitting <= 32):
             # Stages keep loads of later tokens in flight: two of them go to page numbers, the others to tiles. Many
             # segments keep enough in flight without (measured on an H200).
-            stages = 2 if small or segments > 2 else 3 if dim > 128 or lanes > 32 else 5
+            stages = 2 if small or segments > 2 else 3 if dim > 128 or lanes > 32 or fitting > 16 else 5
             return cls(most_rows, fitting, 32 if small else 64, 4, stages)
         # Two sizes only: every size is compiled when it first comes, which a request would wait for.
         least = max(16, triton.next_power_of_2(group))
@@ -405,7 +408,8 @@ def attend(
     size = q_RND.element_size()
     shape = AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
     draft = block_base >= 0
-    single = segments.most_rows == 1
+    few = segments.most_rows == 1 or segments.tight
+    single = few and segments.most_rows <= shape.block_q
     # Splits of many rows write and read more than those of one, so they fill the device half as full.
     many = segments.most_rows > shape.block_q
     most = min(MAX_SPLITS, max(1, -(-programs // (2 * kv_heads if many else kv_heads))))
@@ -433,7 +437,7 @@ def attend(
         DRAFT=draft, SIFTED=many and not draft and not rule.window,
         BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    if most > 1 and (single or segments.tight):
+    if most > 1 and few:
         combine_kernel[(count, heads, segments.most_rows)](
             partial, sums, *where, sinks, out_RND, **common, BLOCK_S=triton.next_power_of_2(most), num_warps=4
         )

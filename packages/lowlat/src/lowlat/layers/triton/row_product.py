@@ -18,85 +18,132 @@ from lowlat.layers.triton.activation import KINDS, activate
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 MOST_ROWS = 16
-# Of the input features, one for each warp.
-PARTS = 8
-# Output features of a program.
-_OUTPUTS = 16
-# Beyond so many input features a program's registers are too few.
-_WIDEST = 2048
+# Parts of the input features, one for each warp: which is faster is measured.
+PARTS = (4, 8)
+# Input features of a part that are multiplied at once.
+_PIECE = tl.constexpr(128)
+# Beyond so many input features a program's shared memory is too small.
+_WIDEST = 2560
+# Weights that take longer to read than a launch have so many input features at most.
+_WIDEST_TALL = 1024
+
+
+@triton.jit
+def _weights(weight_ptr, place_n, inside_n, FIRST: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr,
+             PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Weights [parts, outputs, features] of features `FIRST` on, `PART` for each part."""
+    place_k = tl.arange(0, BLOCK)
+    place_gk = FIRST + tl.arange(0, PARTS)[:, None] * PART + place_k[None, :]
+    tile_gnk = ((place_k < PART)[None, :] & (place_gk < WIDTH))[:, None, :] & inside_n[None, :, None]
+    offset_gnk = place_n.to(tl.int64)[None, :, None] * WIDTH + place_gk[:, None, :]
+    return tl.load(weight_ptr + offset_gnk, mask=tile_gnk, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _inputs(x_ptr, stream_ptr, norm_ptr, sum_ptr, rows, program, FIRST: tl.constexpr, PART: tl.constexpr,
+            WIDTH: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+            BLOCK_R: tl.constexpr):  # fmt: skip
+    """What is multiplied with them, [parts, features, rows], and the sums of the rows' squares."""
+    place_k = tl.arange(0, BLOCK)
+    place_r = tl.arange(0, BLOCK_R)
+    place_gk = FIRST + tl.arange(0, PARTS)[:, None] * PART + place_k[None, :]
+    inside_gk = (place_k < PART)[None, :] & (place_gk < WIDTH)
+    tile_gkr = inside_gk[:, :, None] & (place_r < rows)[None, None, :]
+    offset_gkr = place_r[None, None, :] * WIDTH + place_gk[:, :, None]
+    x_gkr = tl.load(x_ptr + offset_gkr, mask=tile_gkr, other=0.0)
+    if ADD:
+        stream_gkr = tl.load(stream_ptr + offset_gkr, mask=tile_gkr, other=0.0)
+        # Rounded to the stream's type before it is normed, as it is when the addition stands alone.
+        x_gkr = (x_gkr.to(tl.float32) + stream_gkr.to(tl.float32)).to(stream_gkr.dtype)
+        if program == 0:
+            tl.store(sum_ptr + offset_gkr, x_gkr, mask=tile_gkr)
+    square_r = tl.zeros([BLOCK_R], tl.float32)
+    if NORM:
+        norm_gk = tl.load(norm_ptr + place_gk, mask=inside_gk, other=0.0).to(tl.float32)
+        wide_gkr = x_gkr.to(tl.float32)
+        square_r = tl.sum(tl.sum(wide_gkr * wide_gkr, axis=1), axis=0)
+        x_gkr = (wide_gkr * norm_gk[:, :, None]).to(x_gkr.dtype)
+    return x_gkr, square_r
 
 
 @triton.jit
 def row_product_kernel(
     x_ptr, stream_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, rows, outputs, eps, WIDTH: tl.constexpr,
     ADD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    WHOLE: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`PART` input features for each of `PARTS`, `BLOCK_K` is that as a power of two; `GATE` as in `product_kernel`."""
+    """Features are taken in `WHOLE` pieces of `_PIECE` for each of `PARTS`, and one of `PART`, of which `BLOCK_K` is
+    the power of two, 0: none. `GATE` as in `product_kernel`."""
     if EARLY:
         let_next_start()
     program = tl.program_id(0)
     place_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = place_n < outputs
-    place_k = tl.arange(0, BLOCK_K)
-    place_gk = tl.arange(0, PARTS)[:, None] * PART + place_k[None, :]
-    inside_gk = (place_k < PART)[None, :] & (place_gk < WIDTH)
-    tile_gkn = inside_gk[:, :, None] & inside_n[None, None, :]
-    offset_gkn = place_n.to(tl.int64)[None, None, :] * WIDTH + place_gk[:, :, None]
-    weight = tl.load(weight_ptr + offset_gkn, mask=tile_gkn, other=0.0, eviction_policy="evict_first")
-    if GATE >= 0:
-        upper_ptr = weight_ptr + outputs * WIDTH
-        up_weight = tl.load(upper_ptr + offset_gkn, mask=tile_gkn, other=0.0, eviction_policy="evict_first")
-    if NORM:
-        norm_gk = tl.load(norm_ptr + place_gk, mask=inside_gk, other=0.0).to(tl.float32)
+    upper_ptr = weight_ptr + outputs * WIDTH
+    weights, up_weights = (), ()
+    for piece in tl.static_range(WHOLE):
+        first = piece * PARTS * _PIECE
+        weights += (_weights(weight_ptr, place_n, inside_n, first, _PIECE, WIDTH, PARTS, _PIECE),)  # type: ignore[assignment]
+        if GATE >= 0:
+            up_weights += (_weights(upper_ptr, place_n, inside_n, first, _PIECE, WIDTH, PARTS, _PIECE),)  # type: ignore[assignment]
+    if BLOCK_K > 0:
+        weights += (_weights(weight_ptr, place_n, inside_n, WHOLE * PARTS * _PIECE, PART, WIDTH, PARTS, BLOCK_K),)  # type: ignore[assignment]
+        if GATE >= 0:
+            up_weights += (_weights(upper_ptr, place_n, inside_n, WHOLE * PARTS * _PIECE, PART, WIDTH, PARTS, BLOCK_K),)  # type: ignore[assignment]
     if EARLY:
         wait_for_previous()
-    place_r = tl.arange(0, 16)
-    inside_r = place_r < rows
-    tile_grk = inside_gk[:, None, :] & inside_r[None, :, None]
-    offset_grk = place_r[None, :, None] * WIDTH + place_gk[:, None, :]
-    x_grk = tl.load(x_ptr + offset_grk, mask=tile_grk, other=0.0)
-    if ADD:
-        stream_grk = tl.load(stream_ptr + offset_grk, mask=tile_grk, other=0.0)
-        # Rounded to the stream's type before it is normed, as it is when the addition stands alone.
-        x_grk = (x_grk.to(tl.float32) + stream_grk.to(tl.float32)).to(stream_grk.dtype)
-        if program == 0:
-            tl.store(sum_ptr + offset_grk, x_grk, mask=tile_grk)
+    square_r = tl.zeros([BLOCK_R], tl.float32)
+    result_gnr = tl.zeros([PARTS, BLOCK_N, BLOCK_R], tl.float32)
+    up_gnr = tl.zeros([PARTS, BLOCK_N, BLOCK_R], tl.float32)
+    for piece in tl.static_range(WHOLE + (BLOCK_K > 0)):
+        x_gkr, more_r = _inputs(
+            x_ptr, stream_ptr, norm_ptr, sum_ptr, rows, program, piece * PARTS * _PIECE,
+            _PIECE if piece < WHOLE else PART, WIDTH, ADD, NORM, PARTS, _PIECE if piece < WHOLE else BLOCK_K, BLOCK_R,
+        )  # fmt: skip
+        square_r += more_r
+        result_gnr = tl.dot(weights[piece], x_gkr, result_gnr, input_precision="ieee")
+        if GATE >= 0:
+            up_gnr = tl.dot(up_weights[piece], x_gkr, up_gnr, input_precision="ieee")
+    result_nr = tl.sum(result_gnr, axis=0)
     if NORM:
-        wide_grk = x_grk.to(tl.float32)
-        square_r = tl.sum(tl.sum(wide_grk * wide_grk, axis=2), axis=0)
-        x_grk = (wide_grk * norm_gk[:, None, :]).to(x_grk.dtype)
         scale_r = tl.rsqrt(square_r / WIDTH + eps)
-    result_rn = tl.sum(tl.dot(x_grk, weight, input_precision="ieee"), axis=0)
-    if NORM:
-        result_rn *= scale_r[:, None]
+        result_nr *= scale_r[None, :]
     if BIAS:
-        result_rn += tl.load(bias_ptr + place_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+        result_nr += tl.load(bias_ptr + place_n, mask=inside_n, other=0.0).to(tl.float32)[:, None]
     if GATE >= 0:
-        up_rn = tl.sum(tl.dot(x_grk, up_weight, input_precision="ieee"), axis=0)
+        up_nr = tl.sum(up_gnr, axis=0)
         if NORM:
-            up_rn *= scale_r[:, None]
+            up_nr *= scale_r[None, :]
         if BIAS:
-            up_rn += tl.load(bias_ptr + outputs + place_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
-        result_rn = activate(result_rn, GATE) * up_rn
-    rounded_rn = result_rn.to(weight.dtype)
-    tile_rn = inside_r[:, None] & inside_n[None, :]
-    out_rn = out_ptr + place_r[:, None] * outputs + place_n[None, :]
-    tl.store(out_rn, rounded_rn.to(out_ptr.dtype.element_ty), mask=tile_rn)
+            up_nr += tl.load(bias_ptr + outputs + place_n, mask=inside_n, other=0.0).to(tl.float32)[:, None]
+        result_nr = activate(result_nr, GATE) * up_nr
+    place_r = tl.arange(0, BLOCK_R)
+    rounded_nr = result_nr.to(weight_ptr.dtype.element_ty)
+    out_nr = out_ptr + place_r[None, :] * outputs + place_n[:, None]
+    tl.store(out_nr, rounded_nr.to(out_ptr.dtype.element_ty), mask=inside_n[:, None] & (place_r < rows)[None, :])
 
 
-def parts_of(width: int) -> tuple[int, int]:
-    """Input features of a part, and the power of two that holds them."""
-    part = triton.cdiv(triton.cdiv(width, PARTS), 16) * 16
-    return part, triton.next_power_of_2(part)
+def parts_of(width: int, parts: int) -> tuple[int, int, int]:
+    """Whole pieces, the features of the last one that each part has, and the power of two that holds those."""
+    whole = width // (parts * _PIECE.value)
+    part = triton.cdiv(triton.cdiv(width - whole * parts * _PIECE.value, parts), 16) * 16
+    return whole, part, triton.next_power_of_2(part) if part else 0
 
 
 def fits(rows: int, weight_OI: torch.Tensor) -> bool:
-    """Whether these kernels are for such a product: few rows, a weight whose reading takes no longer than a launch, and
-    sums that tensor cores can make."""
-    outputs, width = weight_OI.shape
-    small = width <= _WIDEST and outputs * width <= 1 << 21
-    return 1 < rows <= MOST_ROWS and small and weight_OI.dtype == torch.bfloat16
+    """Whether these kernels can make such a product: few rows, and sums that tensor cores can make."""
+    width = weight_OI.shape[1]
+    return (
+        1 < rows <= MOST_ROWS
+        and weight_OI.dtype == torch.bfloat16
+        and (width <= (_WIDEST_TALL if is_tall(weight_OI) else _WIDEST))
+    )
+
+
+def is_tall(weight_OI: torch.Tensor) -> bool:
+    """Whether reading the weight takes longer than a launch."""
+    return weight_OI.numel() > 1 << 21
 
 
 def row_product(
@@ -110,9 +157,10 @@ def row_product(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     early_start: bool = False,
+    parts: int = PARTS[0],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `product.product`, of products that `fits`. What is multiplied is rounded to the weight's type, as it is after
-    a norm that stands alone, but the norm's factor for the whole row comes after the sums."""
+    """As `product.product`, of products that `fits`, with one of `PARTS`. What is multiplied is rounded to the weight's
+    type, as it is after a norm that stands alone, but the norm's factor for the whole row comes after the sums."""
     rows, width = x_RI.shape
     outputs = len(weight_OI) // (1 if activation is None else 2)
     assert x_RI.is_contiguous()
@@ -120,12 +168,14 @@ def row_product(
     assert stream_RI is None or stream_RI.is_contiguous()
     out_RO = torch.empty(rows, outputs, dtype=out_dtype or weight_OI.dtype, device=x_RI.device)
     sum_RI = x_RI if stream_RI is None else torch.empty_like(x_RI)
-    part, block_k = parts_of(width)
-    row_product_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
+    whole, part, block_k = parts_of(width, parts)
+    # Output features of a program.
+    block_n = 64 if is_tall(weight_OI) and activation is None else 16
+    row_product_kernel[(triton.cdiv(outputs, block_n),)](
         x_RI, x_RI if stream_RI is None else stream_RI, x_RI if norm_I is None else norm_I, weight_OI,
         x_RI if bias_O is None else bias_O, out_RO, sum_RI, rows, outputs, eps, WIDTH=width,
         ADD=stream_RI is not None, NORM=norm_I is not None, GATE=-1 if activation is None else KINDS[activation],
-        BIAS=bias_O is not None, PARTS=PARTS, PART=part, BLOCK_K=block_k, BLOCK_N=_OUTPUTS,
-        EARLY=early_start, num_warps=PARTS, **early.launch_options(early_start),
+        BIAS=bias_O is not None, PARTS=parts, WHOLE=whole, PART=part, BLOCK_K=block_k, BLOCK_N=block_n,
+        BLOCK_R=8 if rows <= 8 else 16, EARLY=early_start, num_warps=parts, **early.launch_options(early_start),
     )  # fmt: skip
     return out_RO, sum_RI
