@@ -334,26 +334,29 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
 // Sums the splits for this block's share of the head group: a lane per split, four elements a lane.
 DEV void combine(Context& c) {
   constexpr int VECTORS = BLOCK_COMBINE / 4, SIDES = 32 / SPLITS;
-  const int head = c.block / SPLITS, share = c.block % SPLITS, split = c.lane % SPLITS;
-#pragma unroll 1
-  for (int base = 0; base < c.rows * VECTORS; base += WARPS * SIDES) {
-    const int index = base + c.warp * SIDES + c.lane / SPLITS, row = index / VECTORS;
-    if (base + c.warp * SIDES >= c.rows * VECTORS) break;
-    const bool active = index < c.rows * VECTORS;
+  const int head = c.block / SPLITS, share = c.block % SPLITS, split = c.lane % SPLITS, at = head * SPLITS + split;
+  const int items = c.rows * VECTORS;
+  uint4 coming = make_uint4(0, 0, 0, 0);  // of the next item
+  u32 coming_lse = 0;
+  auto load = [&](int index) {
+    if (index >= items) return;
+    const u32* now = c.now + index / VECTORS * ROW_WORDS;
     const int d = share * BLOCK_COMBINE + index % VECTORS * 4;
-    const int at = head * SPLITS + split;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    float lse = -1e30f;
-    if (active) {
-      const u32* now = c.now + row * ROW_WORDS;
-      const u32 *pv = now + W_PART + at * GROUP_DIM + d, *pl = now + W_LSE + at * GROUP + d / HEAD_DIM;
-      u32 polls = 0, word;
-      do {
-        v = load_exchange(pv);
-        word = load_exchange_word(pl);
-      } while ((greatest(v) == EMPTY || word == EMPTY) && may_wait(c, polls, 3));
-      lse = __uint_as_float(word);
-    }
+    coming = load_exchange(now + W_PART + at * GROUP_DIM + d);
+    coming_lse = load_exchange_word(now + W_LSE + at * GROUP + d / HEAD_DIM);
+  };
+  const int first = c.warp * SIDES + c.lane / SPLITS;
+  load(first);
+#pragma unroll 1
+  for (int base = 0; base + c.warp * SIDES < items; base += WARPS * SIDES) {
+    const int index = base + first, row = index / VECTORS;
+    const bool active = index < items;
+    const int d = share * BLOCK_COMBINE + index % VECTORS * 4;
+    u32 polls = 0;
+    while (active && (greatest(coming) == EMPTY || coming_lse == EMPTY) && may_wait(c, polls, 3)) load(index);
+    const uint4 v = coming;
+    const float lse = active ? __uint_as_float(coming_lse) : -1e30f;
+    load(index + WARPS * SIDES);
     __syncwarp();
     float top = lse;
 #pragma unroll

@@ -86,9 +86,18 @@ DEV void copy_unit(const Params& p, Shared& s, u32 units, const Cursor& at, int 
   }
 }
 // Brings a unit for which the ring has no room yet into the L2.
-DEV void prefetch_unit(const Params& p, const Cursor& at, int lane) {
+DEV void prefetch_unit(const Params& p, const Shared& s, const Cursor& at, int lane) {
   const int head = blockIdx.x / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
-  if (together(p, where, first, lane) && lane < 2) prefetch_tensor(p.maps + (at.layer * 2 + lane) * TENSOR_MAP, first, head);
+  if (!together(p, where, first, lane) || lane >= 2) return;
+#if WHOLE
+  // Slots of all heads at once, by the blocks of the heads in turn: long runs of memory.
+  if (p.head_stride == HEAD_DIM && p.slot_stride == KV_HEADS * HEAD_DIM) {
+    if ((int)(at.index / COPY_WARPS % KV_HEADS) == head)
+      prefetch_bytes(s.control.pools[at.layer][lane] + first * p.slot_stride * 2, UNIT_TOKENS * KV_HEADS * HEAD_DIM * 2);
+    return;
+  }
+#endif
+  prefetch_tensor(p.maps + (at.layer * 2 + lane) * TENSOR_MAP, first, head);
 }
 // What a copying warp does: every fourth unit, as its place in the ring becomes empty.
 DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
@@ -116,7 +125,7 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
       if (next.index <= at.index)
         next = at;
       else
-        prefetch_unit(p, next, lane);
+        prefetch_unit(p, s, next, lane);
       advance(p, s, next, COPY_WARPS, end, lane);
       continue;
     }

@@ -151,6 +151,7 @@ class DensePlan:
     ring_limit: int = 96 * 1024
     units: int = 0
     ahead: int = 0
+    whole: bool = False
     stamps: int = 0
     copies: int = 4
     probe_above: int | None = None
@@ -258,6 +259,7 @@ class DensePlan:
             "RING_PAGES": self.ring_pages,
             "UNITS": self.ring_units,
             "AHEAD": self.ahead,
+            "WHOLE": int(self.whole),
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "PROBE_ABOVE": self._probe_above(),
