@@ -6,6 +6,7 @@ Fiber* emu_now;
 std::vector<Block> emu_blocks;
 int emu_cluster, emu_threads;
 u32 emu_random_state = 1;
+bool emu_misused;
 static std::deque<Fiber*> ready;
 static std::vector<Later> later;
 static void* scheduler;
@@ -66,12 +67,13 @@ static void body() {
 }
 static void misused() { abort(); }
 
-// Runs one step; false if nothing can go on.
+// Runs one step; false if nothing can go on, or a barrier was misused.
 extern "C" bool emu_run(const Params* p, int blocks, int threads, int cluster, int shared_bytes, u32 seed) {
   parameters = p;
   emu_cluster = cluster;
   emu_threads = threads;
   emu_random_state = seed * 2654435761u + 1;
+  emu_misused = false;
   std::vector<Fiber> fibers(blocks * threads);
   std::vector<Warp> warps(blocks * threads / LANES);
   std::vector<Meeting> meetings(blocks / cluster);
@@ -100,7 +102,10 @@ extern "C" bool emu_run(const Params* p, int blocks, int threads, int cluster, i
   }
   int left = blocks * threads;
   long idle = 0;
+  int asleep = -1;
+  const int NAP = 16 * blocks * threads;
   while (left) {
+    if (emu_misused) { fprintf(stderr, "too many arrivals\n"); return false; }
     if (ready.empty() && later.empty()) { fprintf(stderr, "deadlock: %d threads wait\n", left); return false; }
     if (!later.empty() && (ready.empty() || emu_random() % 4 == 0)) { do_one(emu_random() % later.size()); }
     if (ready.empty()) continue;
@@ -109,6 +114,12 @@ extern "C" bool emu_run(const Params* p, int blocks, int threads, int cluster, i
     if (emu_random() % 64 == 0) std::swap(ready[0], ready[emu_random() % ready.size()]);
     emu_now = ready.front();
     ready.pop_front();
+    // A warp of every block sleeps for a while: the others go on as far as they can without it.
+    if (idle % NAP == 0) asleep = emu_random() % (threads / LANES);
+    if (emu_now->thread / LANES == asleep && idle % NAP < NAP / 2) {
+      ready.push_back(emu_now);
+      continue;
+    }
     emu_switch(&scheduler, emu_now->stack_pointer);
     if (emu_now->done) left--;
   }

@@ -1,8 +1,9 @@
 // Attention of one KV head over one split of the context, then the sum over splits.
 // A warp takes a unit of 16 tokens through the matrix instruction: scores = queries (A: head g in row g) x keys (B: a token a
 // column), output = values (A: an element a row, transposed as they are loaded) x weights (B: a head a column). The layout of scores
-// is that of the weights. A row's own length says which of eight warps' sums a token belongs to; which warp computes that sum differs
-// from row to row, so that rows of few units go through different warps at once. A row's bits do not depend on its neighbours.
+// is that of the weights. A row's own length says which of eight sums a token belongs to; which warp computes that sum is given by
+// the ring (see `attend_row`), so that rows of few units go through different warps at once. A row's bits do not depend on its
+// neighbours.
 #pragma once
 #include "cache.cuh"
 
@@ -285,10 +286,13 @@ struct Ahead {      // what attention has under way for later layers
   u32 unit;         // the layer's first unit of all units of the step
   HeadNorms norms;  // of the next layer
 };
-// The sum of a row's units `mine`, `mine` + WARPS, ..., left for `publish_splits`.
-DEV void attend_row(Context& c, int row, int mine, u32 layer_unit) {
+// This warp's sum of a row's units, left for `publish_splits`: every eighth of all units of the step is this warp's, so that a
+// place of the ring is always read by the same warp. One that waits for a unit has then read the one before it in that place;
+// barriers tell even rounds of the ring from odd ones, and nothing more.
+DEV void attend_row(Context& c, int row, u32 layer_unit) {
+  static_assert(UNITS % WARPS == 0, "a place of the ring belongs to one warp");
   const Control& k = c.s.control;
-  const int units = k.first_unit[row + 1] - k.first_unit[row];
+  const int units = k.first_unit[row + 1] - k.first_unit[row], mine = (c.warp - layer_unit - k.first_unit[row]) % WARPS;
   if (mine >= units) return;
   uint4 query[KEY_LOADS];
 #pragma unroll
@@ -318,8 +322,7 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
   int joined = 0;
 #pragma unroll 1
   for (int row = 0; row < c.rows; row++) {
-    // Rows of four units, as of contexts up to 1,024, take the warps in turn.
-    attend_row(c, row, (c.warp + WARPS / 2 * row) % WARPS, ahead.unit);
+    attend_row(c, row, ahead.unit);
     stamp(c, layer, 12);
     if (k.joined >> row & 1) {
       publish_splits(c, joined, row, head, split);

@@ -6,6 +6,7 @@
 #include "gemv.cuh"
 
 constexpr int COPY_WARPS = COPY_THREADS / 32;
+static_assert(UNITS % COPY_WARPS == 0, "a place of the ring is filled by one warp");
 
 // Where 16 bytes of a token lie within its 128: neighbours of 8 tokens use different banks. The copy engine's own pattern.
 DEV u32 swizzled(int token, int piece) { return (u32)((piece ^ (token & 7)) * 16); }

@@ -200,9 +200,9 @@ class DensePlan:
 
     @property
     def ring_units(self) -> int:
-        """Units of the cache that are under way."""
+        """Units of the cache under way: as many for each warp, so that a place of the ring is always one warp's."""
         room = SHARED_LIMIT - self.fixed_bytes() - WARPS * self.ring_pages * self.page_bytes
-        return self.units or min(MAX_UNITS, room // self.unit_bytes)
+        return self.units or min(MAX_UNITS, room // self.unit_bytes // WARPS * WARPS)
 
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: partial sums, rows' constants, queries, the rings."""
