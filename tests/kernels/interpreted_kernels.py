@@ -20,7 +20,7 @@ from lowlat.layers.triton import attention
 from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
-from lowlat.layers.triton.product import product
+from lowlat.layers.triton.product import ProductShape, product
 from lowlat.layers.triton.rope_write import rope_write
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.platform.cuda import CudaLinear
@@ -63,12 +63,17 @@ def test_products(rows, outputs, width, bias):
     assert torch.equal(total, stream_after)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-def test_gated_products(activation):
-    x, norm = torch.randn(3, 40), torch.randn(40)
+@pytest.mark.parametrize("shape", [None, ProductShape(2, 64, 4, 3)])
+@pytest.mark.parametrize(("rows", "activation"), [(3, "silu"), (1, "gelu_pytorch_tanh")])
+def test_gated_products(rows, activation, shape):
+    """By a program for each tile, and by few that take turns."""
+    x, stream, norm = torch.randn(rows, 40), torch.randn(rows, 40), torch.randn(40)
     linear = CudaLinear(torch.randn(2 * 21, 40), torch.randn(2 * 21))
-    result, _ = product(x, linear.weight_OI, linear.bias_O, norm_I=norm, eps=1e-5, activation=activation)
-    close(result, REFERENCE.add_norm_product(None, x, norm, 1e-5, linear, activation)[0])
+    result, total = product(
+        x, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=norm, eps=1e-5, activation=activation, shape=shape
+    )
+    assert torch.equal(total, x + stream)
+    close(result, REFERENCE.add_norm_product(None, total, norm, 1e-5, linear, activation)[0])
 
 
 @pytest.mark.parametrize(("vocabulary", "seed"), [(600, 1), (40, 2)])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.layers.activation import GATED
+from lowlat.layers.triton.looped_product import looped_product
 from lowlat.layers.triton.row_product import row_product
 
 
@@ -23,11 +24,12 @@ from lowlat.layers.triton.row_product import row_product
         (2, 1500, 17, None, True, False, False),
     ],
 )
-def test_products(rows, width, outputs, activation, add, norm, bias):
+@pytest.mark.parametrize("kernel", [row_product, looped_product])
+def test_products(kernel, rows, width, outputs, activation, add, norm, bias):
     weight = torch.randn(outputs * (2 if activation else 1), width) * 0.1
     x, stream, weights = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
     offset = torch.randn(len(weight)) if bias else None
-    got, total = row_product(
+    got, total = kernel(
         x, weight, offset, stream_RI=stream if add else None, norm_I=weights if norm else None, eps=1e-5,
         activation=activation,
     )  # fmt: skip
