@@ -47,7 +47,7 @@ def test_answers_are_those_without(target: Path, expected: Any, options: dict, s
         stats = engine._core.stats()
         assert stats.cached_tokens > 100
         assert not runner_of(engine).fallbacks
-        assert not any(runner_of(engine)._flying)
+        assert not any(runner_of(engine)._slots.flying)
         if width:
             assert stats.guessed_tokens > stats.accepted_tokens
             assert stats.guessed_tokens > (30 if spec == "ngram" else 200)
