@@ -22,6 +22,7 @@ from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import ProductShape, product
 from lowlat.layers.triton.rope_write import rope_write
+from lowlat.layers.triton.rows import add_rows, look_up
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.platform.cuda import CudaLinear
 
@@ -40,6 +41,16 @@ def test_norms(rows, width):
     total = x + residual
     close(add_rms_norm(x, residual, weight, 1e-5), F.rms_norm(total.double(), (width,), weight.double(), 1e-5))
     assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 1500)])
+def test_rows_looked_up_and_added(rows, width):
+    table, places = torch.randn(40, width), torch.randint(0, 40, (rows,))
+    assert torch.equal(look_up(places, table), table[places])
+    x, y, apart = torch.randn(rows, width), torch.randn(rows, width), torch.full((rows, 3, width), 7.0)
+    add_rows(x, y, apart[:, 1])
+    assert torch.equal(apart[:, 1], x + y)
+    assert (apart[:, ::2] == 7.0).all()
 
 
 @pytest.mark.parametrize(("rows", "width", "kind"), [(1, 5, "silu"), (3, 1027, "silu"), (2, 70, "gelu_pytorch_tanh")])

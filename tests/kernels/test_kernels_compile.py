@@ -29,6 +29,7 @@ from lowlat.layers.triton import (  # noqa: E402
     product,
     rope_write,
     row_product,
+    rows,
     slots,
     verify,
 )
@@ -214,8 +215,8 @@ def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
             BLOCK_C=256,
         ),
         job(drawing.finish_kernel, 4, BROKEN=0, BLOCK_C=512, EARLY=False),
-        job(verify.begin_kernel, 1, PAGE=16, WIDTH=8, COUNTS=True, BLOCK_W=8),
-        job(verify.accept_kernel, 1, WIDTH=8, FORCED=True, BLOCK_W=8),
+        job(verify.begin_kernel, 1, PAGE=16, WIDTH=8, COUNTS=True, BLOCK_W=8, EARLY=False),
+        job(verify.accept_kernel, 1, WIDTH=8, FORCED=True, BLOCK_W=8, EARLY=False),
     ]
 
 
@@ -261,6 +262,18 @@ def test_small_kernels_fit(target, tmp_path):
                 "BLOCK_M": 128, "BLOCK_L": 64, "BLOCK_D": 128, "MIN_CHUNK": 64, "BLOCK_B": 16, "BLOCK_N": 16,
                 "EARLY": False,
             },
+            4,
+        ),
+        (
+            rows.look_up_kernel,
+            {"places_ptr": "*i64", "table_ptr": bf16, "out_ptr": bf16, "width": "i32"},
+            {"BLOCK": 1024, "EARLY": target != "gfx950"},
+            4,
+        ),
+        (
+            rows.add_rows_kernel,
+            dict.fromkeys(["x_ptr", "y_ptr", "out_ptr"], bf16) | {"width": "i32", "out_stride": "i32"},
+            {"BLOCK": 1024, "EARLY": target != "gfx950"},
             4,
         ),
         (

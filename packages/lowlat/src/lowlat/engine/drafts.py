@@ -177,7 +177,7 @@ class _TrainedDraft:
             draft_layout(self._network, *_pool_size(runner.host)),
             runner.tables,
             positions=self._positions,
-            embed=self._model.embed,
+            embed=runner.model.embed,
             head=self._device_head(),
             pack=self._pack,
         )

@@ -34,6 +34,14 @@ class ReferenceOps:
         residual_RH += x_RH
         return rms_norm(residual_RH, weight_H, eps)
 
+    def look_up(self, places_R: torch.Tensor, table_VH: torch.Tensor) -> torch.Tensor:
+        """Rows of a table."""
+        return torch.nn.functional.embedding(places_R, table_VH)
+
+    def add(self, x_RH: torch.Tensor, y_RH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        """The sum."""
+        torch.add(x_RH, y_RH, out=out_RH)
+
     def gate(self, gate_up_RI: torch.Tensor, activation: str) -> torch.Tensor:
         """Gated activation."""
         gate_RI, up_RI = gate_up_RI.chunk(2, dim=-1)

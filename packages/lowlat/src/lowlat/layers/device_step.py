@@ -2,7 +2,7 @@
 
 Legend of shape suffixes: R rows, B segments of a batch, T rows of the page table, P pages of a row, N query heads,
 D head dimension, H hidden, I intermediate, Y heads of a packed projection (queries, keys, values), S KV slots,
-K key-value heads, O output features.
+K key-value heads, O output features, V rows of a table.
 """
 
 from __future__ import annotations
@@ -108,6 +108,12 @@ class DeviceOps(Protocol):
         self, x_RH: torch.Tensor, residual_RH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Add `x_RH` to `residual_RH` in place, and RMSNorm of the sum, [R, H]."""
+
+    def look_up(self, places_R: torch.Tensor, table_VH: torch.Tensor) -> torch.Tensor:
+        """Rows [R, H] of a table at int64 places."""
+
+    def add(self, x_RH: torch.Tensor, y_RH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        """Write the sum to `out_RH`, whose rows may lie apart."""
 
     def product(
         self,

@@ -25,6 +25,7 @@ from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
 from lowlat.layers.triton.row_product import MOST_ROWS, fits, is_tall, row_product
+from lowlat.layers.triton.rows import add_rows, look_up
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.layers.triton.step import begin_decodes, greedy
 from lowlat.layers.triton.verify import accept, begin_rows
@@ -106,6 +107,14 @@ class TritonOps:
     ) -> torch.Tensor:
         """Add to the residual stream in place, and RMSNorm."""
         return add_rms_norm(x_RH, residual_RH, weight_H, eps, early_start=self._early)
+
+    def look_up(self, places_R: torch.Tensor, table_VH: torch.Tensor) -> torch.Tensor:
+        """Rows of a table."""
+        return look_up(places_R, table_VH, early_start=self._early)
+
+    def add(self, x_RH: torch.Tensor, y_RH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        """The sum."""
+        add_rows(x_RH, y_RH, out_RH, early_start=self._early)
 
     def product(
         self,
@@ -320,7 +329,7 @@ class TritonOps:
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
     ) -> VerifyRows:
         """Rows that check guesses."""
-        return begin_rows(slots_B, tables, guesses_BG, counts_B)
+        return begin_rows(slots_B, tables, guesses_BG, counts_B, early_start=self._early)
 
     def accept(
         self,
@@ -332,4 +341,4 @@ class TritonOps:
         forced_B: torch.Tensor | None,
     ) -> torch.Tensor:
         """Advance the slots by the tokens that count."""
-        return accept(chosen_R, rows, slots_B, tables, guesses_BG, forced_B)
+        return accept(chosen_R, rows, slots_B, tables, guesses_BG, forced_B, early_start=self._early)

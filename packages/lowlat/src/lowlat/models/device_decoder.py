@@ -127,9 +127,15 @@ class DeviceDecoder:
         cap = self.decoder.logit_cap
         return logits_MC if cap is None else torch.tanh(logits_MC / cap) * cap
 
+    def embed(self, tokens_R: torch.Tensor) -> torch.Tensor:
+        """As `Decoder.embed`."""
+        x_RH = self.ops.look_up(tokens_R, self.decoder.embedding_VH)
+        scale = self.decoder.embedding_scale
+        return x_RH if scale == 1.0 else x_RH * scale
+
     def _layers(self, step: DeviceStep, kv: KVPool) -> tuple[Added, torch.Tensor]:
         """What the last layer adds to the residual stream, and the stream before it, each [R, H]."""
-        residual_RH, added = self.decoder.embed(step.tokens_R), None
+        residual_RH, added = self.embed(step.tokens_R), None
         tapped = self.taps[0] if self.taps is not None else ()
         features_RTH = residual_RH.new_empty(len(residual_RH), len(tapped), residual_RH.shape[1])
         parts = zip(self.decoder.layers, kv.keys, kv.values, strict=True)
@@ -139,7 +145,7 @@ class DeviceDecoder:
             added, residual_RH = self._layer(layer, added, residual_RH, keys_SKD, values_SKD, step)
             if index in tapped:
                 assert self.sums is None, "ranks would have to be summed first"
-                torch.add(residual_RH, added.x_RH, out=features_RTH[:, tapped.index(index)])
+                self.ops.add(residual_RH, added.x_RH, features_RTH[:, tapped.index(index)])
         if self.taps is not None:
             self.taps[1](features_RTH.flatten(1), step)
         assert added is not None

@@ -162,7 +162,7 @@ class BlockDraft:
         anchor_B = rows.tokens_R.view(requests, block)[:, 0].contiguous()
         if config.kind == "dspark":
             network, known = self.network, self.network.vocabulary
-            first_B = anchor_B if self._places_V is None else self._places_V[anchor_B]
+            first_B = anchor_B if self._places_V is None else self._looked_up(anchor_B, self._places_V)
             embed_XE, head_VE = network.markov_embed.weight, network.markov_head.weight
             choice = (slots_B, next_GB, settings, known, SHARPNESS)
             return self._tokens(self._ops.walk(logits_GBV, first_B, embed_XE, head_VE, *choice))
@@ -174,7 +174,10 @@ class BlockDraft:
 
     def _tokens(self, places: torch.Tensor) -> torch.Tensor:
         known = self.network.vocabulary
-        return places if known is None else known[places]
+        return places if known is None else self._looked_up(places, known)
+
+    def _looked_up(self, places: torch.Tensor, table_V: torch.Tensor) -> torch.Tensor:
+        return self._ops.look_up(places.flatten(), table_V[:, None]).view_as(places)
 
     def _states(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
         """What the last layer adds to the residual stream of block rows, and the stream before it."""

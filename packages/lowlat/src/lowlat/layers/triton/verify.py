@@ -9,17 +9,23 @@ import torch
 import triton
 import triton.language as tl
 
+from lowlat.layers.triton import early
 from lowlat.layers.verify import SlotTables, VerifyRows
+
+let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 
 @triton.jit
 def begin_kernel(
     slots_ptr, tokens_ptr, lengths_ptr, ends_ptr, widths_ptr, pages_ptr, guesses_ptr, counts_ptr, wide_ptr, narrow_ptr,
     requests, pages_stride, most_pages, padding_place, PAGE: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: one request. `wide` holds tokens, positions, places, slots and next places of all rows; `narrow`
     rows, lengths, slots and first rows of all requests."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     request = tl.program_id(0)
     slot = tl.load(slots_ptr + request)
     before = tl.load(lengths_ptr + slot)
@@ -52,9 +58,12 @@ def begin_kernel(
 @triton.jit
 def accept_kernel(
     chosen_ptr, guesses_ptr, rows_ptr, slots_ptr, tokens_ptr, lengths_ptr, ends_ptr, forced_ptr, result_ptr,
-    WIDTH: tl.constexpr, FORCED: tl.constexpr, BLOCK_W: tl.constexpr,
+    WIDTH: tl.constexpr, FORCED: tl.constexpr, BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: one request."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     request = tl.program_id(0)
     place = tl.arange(0, BLOCK_W)
     inside = place < WIDTH
@@ -81,7 +90,12 @@ def accept_kernel(
 
 
 def begin_rows(
-    slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
+    slots_B: torch.Tensor,
+    tables: SlotTables,
+    guesses_BG: torch.Tensor,
+    counts_B: torch.Tensor | None,
+    *,
+    early_start: bool = False,
 ) -> VerifyRows:
     """As `verify.begin_rows`."""
     requests, width = guesses_BG.shape[0], guesses_BG.shape[1] + 1
@@ -92,7 +106,8 @@ def begin_rows(
         slots_B, tables.tokens_T, tables.lengths_T, tables.ends_T, tables.widths_T, tables.pages_TP, guesses_BG,
         slots_B if counts_B is None else counts_B, wide, narrow, requests, tables.pages_TP.stride(0),
         tables.pages_TP.shape[1], tables.padding_page * tables.page_size, PAGE=tables.page_size, WIDTH=width,
-        COUNTS=counts_B is not None, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
+        COUNTS=counts_B is not None, BLOCK_W=triton.next_power_of_2(width), EARLY=early_start, num_warps=1,
+        **early.launch_options(early_start),
     )  # fmt: skip
     tokens_R, positions_R, places_R, slots_R, next_R = wide
     rows_B, lengths_B, narrow_B, first_B = narrow
@@ -106,6 +121,8 @@ def accept(
     tables: SlotTables,
     guesses_BG: torch.Tensor,
     forced_B: torch.Tensor | None = None,
+    *,
+    early_start: bool = False,
 ) -> torch.Tensor:
     """As `verify.accept`."""
     requests, width = guesses_BG.shape[0], guesses_BG.shape[1] + 1
@@ -115,6 +132,6 @@ def accept(
     accept_kernel[(requests,)](
         chosen_R, guesses_BG, rows.rows_B, slots_B, tables.tokens_T, tables.lengths_T, tables.ends_T,
         slots_B if forced_B is None else forced_B, result_BX, WIDTH=width, FORCED=forced_B is not None,
-        BLOCK_W=triton.next_power_of_2(width), num_warps=1,
+        BLOCK_W=triton.next_power_of_2(width), EARLY=early_start, num_warps=1, **early.launch_options(early_start),
     )  # fmt: skip
     return result_BX
