@@ -3,18 +3,21 @@
 //
 // One launch for all products, a block a multiprocessor. Weights come through a ring of pages, from the first tile of gate
 // and up to the last of down, without regard to what is waited for meanwhile. Activations go to other blocks as words that
-// carry the launch's tag, so blocks need no barrier between them.
+// carry the launch's tag, so blocks need no barrier between them. 16 warps multiply and wait for nothing but their next page;
+// two more sum over them, publish, and fill pages again.
 #include "experts.cuh"
 
-constexpr int ROUTER_EXPERTS = 4, ROUTER_THREADS = HIDDEN / 16, ROUTER_WARPS = ROUTER_THREADS / 32;
+constexpr int SUM_THREADS = 256, ROUTER_EXPERTS = 4, ROUTER_THREADS = HIDDEN / 16, ROUTER_WARPS = ROUTER_THREADS / 32;
 // Gate and up: tiles of 8 and the 8 that belong to them; all warps share a tile and split its inputs.
 constexpr int FIRST_PAIRS = HIDDEN / (64 * WARPS), FIRST_TILES = INNER / 8, FIRST_PART = FIRST_PAIRS * PAIR_ALL;
 constexpr int PAGE_PARTS = 8, PARTS_PAGES = WARPS / PAGE_PARTS;  // parts of a page; pages of a tile
 // Down: a warp takes tiles of 16 outputs over all inputs.
 constexpr int SECOND_PAIRS = INNER / 64, SECOND_TILES = HIDDEN / 16, SECOND_TILE = SECOND_PAIRS * PAIR_ALL;
 constexpr int PAGE_TILES = 4, BATCH = 3;  // tiles of a page; pairs that a warp loads at a time
+constexpr int PLACES = PAGES * PAGE_TILES, BUFFERS = 4;  // of tiles of down; of a tile's partial sums
+constexpr int HELD = SECOND_PAIRS < 9 ? SECOND_PAIRS : 9;  // pairs whose activations a warp keeps in registers
 constexpr int PAGE = PAGE_PARTS * FIRST_PART > PAGE_TILES * SECOND_TILE ? PAGE_PARTS * FIRST_PART : PAGE_TILES * SECOND_TILE;
-static_assert(PAGES * PAGE_TILES % WARPS == 0, "a warp fills the places that it has read");
+static_assert(PLACES <= 32 && PARTS_PAGES * PAGE_TILES <= 32, "a lane fills a place");
 static_assert(HIDDEN % (64 * WARPS) == 0 && INNER % 64 == 0 && ROUTER_THREADS % 32 == 0, "sizes");
 
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const Params p) {
@@ -60,15 +63,19 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const
 
 struct Shared {
   union {
-    alignas(16) float parts[2][WARPS][16 * MAX_ROWS];        // gate and up
+    alignas(16) float parts[BUFFERS][WARPS][16 * MAX_ROWS];  // gate and up
     alignas(16) uint4 rows[2][SECOND_PAIRS * 2][32];         // down: a block's outputs come from at most two experts
+    float2 scores[MAX_ROWS * EXPERTS];                       // before both
   };
-  u32 most[2][WARPS][MAX_ROWS];
+  u32 most[2][ALL_WARPS][MAX_ROWS];
   float units[2][MAX_ROWS];
   Choice choice;
   u32 epoch;
-  u64 full[PAGES], tiles[PAGES * PAGE_TILES];  // barriers: pages of gate and up, tiles of down
+  // Barriers: pages of gate and up and tiles of down that have come, tiles of down that have been read, partial sums that
+  // are there, and that have been taken.
+  u64 full[PAGES], tiles[PLACES], empty[PLACES], whole[BUFFERS], taken[BUFFERS];
 };
+static_assert(sizeof(Shared) <= RING, "the ring lies behind");
 // What a block does: tiles of gate and up, then of down, which even out what whole tiles of the former leave uneven.
 struct Work {
   int first, first_end, second, second_end;
@@ -97,24 +104,21 @@ DEV void wait_for(const Params& p, u64* barrier, u32 phase, u32 stage) {
       break;
     }
 }
-// One thread: the tile of down that is number `n` of this block, to its place. `nothing` is 0.
-DEV void copy_second(const Params& p, Shared& s, const Work& work, int n, u64 policy, u32 nothing) {
-  if (work.second + n >= work.second_end) return;
-  const int item = work.second + n, place = n % (PAGES * PAGE_TILES), before = (work.first_end - work.first) * PARTS_PAGES;
+// One thread: the tile of down that is number `n` of this block, to its place.
+DEV void copy_second(const Params& p, Shared& s, const Work& work, int n, u64 policy) {
+  if (p.phases < 2 || work.second + n >= work.second_end) return;
+  const int item = work.second + n, place = n % PLACES, before = (work.first_end - work.first) * PARTS_PAGES;
   const long long tile = (long long)s.choice.experts[item / SECOND_TILES] * SECOND_TILES + item % SECOND_TILES;
   const u32 barrier = shared_address(&s.tiles[place]);
   barrier_expect(barrier, SECOND_TILE);
-  copy_bulk(page_address(before + n / PAGE_TILES) + place % PAGE_TILES * SECOND_TILE + nothing, p.second + tile * SECOND_TILE,
+  copy_bulk(page_address(before + n / PAGE_TILES) + place % PAGE_TILES * SECOND_TILE, p.second + tile * SECOND_TILE,
             SECOND_TILE, barrier, policy);
 }
-// One thread fills a page for the first time, or again when a tile of gate and up is done with.
-DEV void fill_page(const Params& p, Shared& s, const Work& work, int number, u64 policy) {
+// PAGE_TILES threads fill a page for the first time, or again when a tile of gate and up is done with.
+DEV void fill_page(const Params& p, Shared& s, const Work& work, int number, int part, u64 policy) {
   const int before = (work.first_end - work.first) * PARTS_PAGES, item = work.first + number / PARTS_PAGES;
-  if (number >= before) {
-    if (p.phases > 1)
-      for (int i = 0; i < PAGE_TILES; i++) copy_second(p, s, work, (number - before) * PAGE_TILES + i, policy, 0);
-    return;
-  }
+  if (number >= before) return copy_second(p, s, work, (number - before) * PAGE_TILES + part, policy);
+  if (part) return;
   constexpr int BYTES = PAGE_PARTS * FIRST_PART;
   const long long tile = (long long)s.choice.experts[item / FIRST_TILES] * FIRST_TILES + item % FIRST_TILES;
   const u32 barrier = shared_address(&s.full[number % PAGES]);
@@ -127,27 +131,30 @@ struct Rows {
   uint4 x[2 * FIRST_PAIRS];
   float even, odd;
 };
-DEV void load_rows(const Params& p, Rows& rows, int warp, int lane) {
-  const u32 unit = quantise_share<2 * FIRST_PAIRS>(rows.x, [&](int i, float(&v)[8]) {
-    uint4 w = make_uint4(0, 0, 0, 0);
+DEV void fetch_rows(const Params& p, Rows& rows, int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * FIRST_PAIRS; i++) {
     const long long place = (long long)(lane / 4) * HIDDEN + (warp * 2 * FIRST_PAIRS + i) * GROUP + lane % 4 * 8;
-    if (lane / 4 < p.rows) w = *(const uint4*)(p.hidden + place * 2);
-    unpack_bf16(w, v);
-  });
+    rows.x[i] = warp < WARPS && lane / 4 < p.rows ? *(const uint4*)(p.hidden + place * 2) : make_uint4(0, 0, 0, 0);
+  }
+}
+DEV void quantise_rows(Rows& rows, int lane) {
+  const u32 unit = quantise_share<2 * FIRST_PAIRS>(rows.x, [&](int i, float(&v)[8]) { unpack_bf16(rows.x[i], v); });
   rows.even = FP4_TO_HALF * power_value(__shfl_sync(~0u, unit, lane % 4 * 8));
   rows.odd = FP4_TO_HALF * power_value(__shfl_sync(~0u, unit, lane % 4 * 8 + 4));
 }
 // One warp sums a tile over all warps, applies the activation and publishes. Lane: output lane / 2, four rows; outputs 8
 // to 15 are ups. Both halves of the warp take two rows each of what the other has loaded.
-DEV void activate(const Params& p, const float (*parts)[16 * MAX_ROWS], int lane, int item, u32 epoch) {
+DEV void activate(const Params& p, Shared& s, int buffer, int lane, int item) {
   float v[4] = {0, 0, 0, 0}, other[4];
 #pragma unroll
   for (int w = 0; w < WARPS; w++) {
-    const float4 add = *(const float4*)(parts[w] + lane * 4);
+    const float4 add = *(const float4*)(s.parts[buffer][w] + lane * 4);
     v[0] += add.x, v[1] += add.y, v[2] += add.z, v[3] += add.w;
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) other[i] = __shfl_xor_sync(~0u, v[i], 16);
+  if (lane == 0) barrier_arrive(shared_address(&s.taken[buffer]));
   const bool gates = lane < 16;
   const int slot = item / FIRST_TILES, n = item % FIRST_TILES * 8 + lane % 16 / 2;
 #pragma unroll
@@ -156,14 +163,14 @@ DEV void activate(const Params& p, const float (*parts)[16 * MAX_ROWS], int lane
     const float gate = fminf(gates ? v[i] : other[2 + i], LIMIT);
     const float up = fminf(fmaxf(gates ? other[i] : v[2 + i], -LIMIT), LIMIT);
     const long long place = ((long long)slot * MAX_ROWS + row) * INNER + n;
-    if (row < p.rows) store_exchange(p.inner + place * 8, __float_as_uint(gate / (1.f + expf(-gate)) * up), epoch);
+    if (row < p.rows) store_exchange(p.inner + place * 8, __float_as_uint(gate / (1.f + expf(-gate)) * up), s.epoch);
   }
 }
-DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work& work, int warp, int lane, u64 policy) {
+DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work& work, int warp, int lane) {
   const int items = work.first_end - work.first;
 #pragma unroll 1
   for (int k = 0; k < items; k++) {
-    const int number = k * PARTS_PAGES + warp / PAGE_PARTS;
+    const int number = k * PARTS_PAGES + warp / PAGE_PARTS, buffer = k % BUFFERS;
     wait_for(p, &s.full[number % PAGES], number / PAGES & 1, 1);
     const u32 part = page_address(number) + warp % PAGE_PARTS * FIRST_PART;
     uint4 w[FIRST_PAIRS];
@@ -175,67 +182,77 @@ DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work
     }
     float sum[4] = {0, 0, 0, 0};
     multiply_pairs<FIRST_PAIRS>(sum, w, scales, FIRST_PAIRS, [&](int i) { return rows.x[i]; });
-    // Two buffers of partial sums in turn; the warps take turns in summing them, and in filling the pages that all have read.
-    const int buffer = k % 2, whole = 1 + buffer, summed = 3 + buffer;
-    if (k >= 2 && warp != (k - 2) % WARPS) named_sync(summed, THREADS);
+    if (k >= BUFFERS) wait_for(p, &s.taken[buffer], (k / BUFFERS - 1) & 1, 4);
     float* to = s.parts[buffer][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2;
     *(float2*)to = make_float2(sum[0] * rows.even, sum[1] * rows.odd);
     *(float2*)(to + 8 * MAX_ROWS) = make_float2(sum[2] * rows.even, sum[3] * rows.odd);
-    if (warp == k % WARPS) {
-      named_sync(whole, THREADS);
-      if (lane < PARTS_PAGES) fill_page(p, s, work, k * PARTS_PAGES + PAGES + lane, policy);
-      __syncwarp();
-      activate(p, s.parts[buffer], lane, work.first + k, s.epoch);
-      if (k + 2 < items) named_arrive(summed, THREADS);
-    } else {
-      named_arrive(whole, THREADS);
-    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s.whole[buffer]));
+  }
+}
+// The finishers take turns.
+DEV void finish_first(const Params& p, Shared& s, const Work& work, int turn, int lane, u64 policy) {
+#pragma unroll 1
+  for (int k = turn; work.first + k < work.first_end; k += FINISHERS) {
+    wait_for(p, &s.whole[k % BUFFERS], k / BUFFERS & 1, 4);
+    if (lane < PARTS_PAGES * PAGE_TILES)  // all warps have read the tile's pages
+      fill_page(p, s, work, k * PARTS_PAGES + PAGES + lane / PAGE_TILES, lane % PAGE_TILES, policy);
+    __syncwarp();
+    activate(p, s, k % BUFFERS, lane, work.first + k);
   }
 }
 
 // The activations of the experts of this block's outputs, as rows of matrix instructions. They come from other blocks.
 DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots, int warp, int lane) {
-  constexpr int GROUPS = INNER / GROUP, EACH = (2 * GROUPS + WARPS - 1) / WARPS;
+  constexpr int GROUPS = INNER / GROUP, EACH = (2 * GROUPS + ALL_WARPS - 1) / ALL_WARPS;
   const int row = lane / 4;
+  const u32 epoch = s.epoch;
   uint4 got[EACH][4], x[EACH];
   u32 powers[EACH], polls = 0, unit0 = 0, unit1 = 0;
-  auto place = [&](int i, int j) {
-    const int u = i * WARPS + warp;
-    const long long at = ((long long)(first_slot + u / GROUPS) * MAX_ROWS + row) * INNER + u % GROUPS * GROUP + lane % 4 * 8;
-    return p.inner + (at + 2 * j) * 8;
-  };
 #pragma unroll
   for (int i = 0; i < EACH; i++)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      got[i][j] = make_uint4(0, s.epoch, 0, s.epoch);
-      if (i * WARPS + warp < slots * GROUPS && row < p.rows) got[i][j] = load_exchange(place(i, j));
+      const bool wanted = i * ALL_WARPS + warp < slots * GROUPS && row < p.rows;
+      got[i][j] = make_uint4(0, wanted ? ~epoch : epoch, 0, epoch);
     }
+  bool missing = true;
+  while (missing && polls <= p.spin_limit) {  // all that have not come are asked for at once
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int u = i * ALL_WARPS + warp;
+      const u8* at = p.inner + (((long long)(first_slot + u / GROUPS) * MAX_ROWS + row) * INNER + u % GROUPS * GROUP +
+                                lane % 4 * 8) * 8;
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (got[i][j].y != epoch || got[i][j].w != epoch) got[i][j] = load_exchange(at + j * 16);
+    }
+    missing = false;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) missing |= got[i][j].y != epoch || got[i][j].w != epoch;
+    if (++polls > p.spin_limit) *p.error = 3;
+  }
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     float v[8];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      while ((got[i][j].y != s.epoch || got[i][j].w != s.epoch) && polls <= p.spin_limit) {
-        if (++polls > p.spin_limit) *p.error = 3;
-        got[i][j] = load_exchange(place(i, j));
-      }
-      v[2 * j] = __uint_as_float(got[i][j].x), v[2 * j + 1] = __uint_as_float(got[i][j].z);
-    }
-    __syncwarp();
+    for (int j = 0; j < 4; j++) v[2 * j] = __uint_as_float(got[i][j].x), v[2 * j + 1] = __uint_as_float(got[i][j].z);
     powers[i] = group_power(group_largest(v));
     x[i] = rounded_half(v, powers[i]);
-    const int u = i * WARPS + warp;
+    const int u = i * ALL_WARPS + warp;
     if (u < GROUPS) unit0 = max(unit0, powers[i]);
     if (u >= GROUPS && u < slots * GROUPS) unit1 = max(unit1, powers[i]);
   }
   if (lane % 4 == 0) s.most[0][warp][row] = unit0, s.most[1][warp][row] = unit1;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) unit0 = max(unit0, s.most[0][w][row]), unit1 = max(unit1, s.most[1][w][row]);
+  for (int w = 0; w < ALL_WARPS; w++) unit0 = max(unit0, s.most[0][w][row]), unit1 = max(unit1, s.most[1][w][row]);
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    const int u = i * WARPS + warp;
+    const int u = i * ALL_WARPS + warp;
     if (u < slots * GROUPS) s.rows[u / GROUPS][u % GROUPS][lane] = in_units(x[i], powers[i], u < GROUPS ? unit0 : unit1);
   }
   if (warp == 0 && lane % 4 == 0) s.units[0][row] = power_value(unit0), s.units[1][row] = power_value(unit1);
@@ -252,19 +269,21 @@ DEV void find_places(const Params& p, const Choice& c, int expert, int lane, int
         if (c.chosen[row][k] == expert) place[i] = row * TOP + k;
   }
 }
-DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first_slot, int warp, int lane, u64 policy) {
+DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first_slot, int warp, int lane) {
   const int before = (work.first_end - work.first) * PARTS_PAGES;
   int slot = -1, goes[2] = {-1, -1};
+  uint4 held[2 * HELD];
 #pragma unroll 1
   for (int n = warp; work.second + n < work.second_end; n += WARPS) {
-    const int item = work.second + n, place = n % (PAGES * PAGE_TILES);
+    const int item = work.second + n, place = n % PLACES, which = item / SECOND_TILES - first_slot;
+    const u32 rows = shared_address(s.rows[which]) + lane * 16;
     if (item / SECOND_TILES != slot) {
       slot = item / SECOND_TILES;
       find_places(p, s.choice, s.choice.experts[slot], lane, goes);
+#pragma unroll
+      for (int i = 0; i < 2 * HELD; i++) held[i] = load_shared(rows + i * 512);
     }
-    const int which = slot - first_slot;
-    const u32 rows = shared_address(s.rows[which]) + lane * 16;
-    wait_for(p, &s.tiles[place], n / (PAGES * PAGE_TILES) & 1, 2);
+    wait_for(p, &s.tiles[place], n / PLACES & 1, 2);
     const u32 tile = page_address(before + n / PAGE_TILES) + place % PAGE_TILES * SECOND_TILE;
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -279,11 +298,12 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
           w[i] = load_shared(tile + (from + i) * PAIR_BYTES + lane * 16);
         }
       if (from + BATCH >= SECOND_PAIRS) {
-        // Loads return in their order: a copy whose address is made from the last of them cannot overtake any.
         __syncwarp();
-        if (lane == 0) copy_second(p, s, work, n + PAGES * PAGE_TILES, policy, w[count - 1].w & p.zero);
+        if (lane == 0) barrier_arrive(shared_address(&s.empty[place]));
       }
-      multiply_pairs<BATCH>(sum, w, scales, count, [&](int i) { return load_shared(rows + (2 * from + i) * 512); });
+      multiply_pairs<BATCH>(sum, w, scales, count, [&](int i) {
+        return 2 * from + i < 2 * HELD ? held[2 * from + i] : load_shared(rows + (2 * from + i) * 512);
+      });
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -296,40 +316,74 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
   }
 }
 
+// One warp, a lane a place: fills it again when its tile has been read.
+DEV void refill_second(const Params& p, Shared& s, const Work& work, int lane, u64 policy) {
+  int n = lane + PLACES, polls = 0;
+  while (lane < PLACES && work.second + n < work.second_end) {
+    if (barrier_test(shared_address(&s.empty[lane]), n / PLACES - 1 & 1)) {
+      copy_second(p, s, work, n, policy);
+      n += PLACES, polls = 0;
+    } else if (++polls > p.spin_limit) {
+      *p.error = 2;
+      return;
+    } else {
+      __nanosleep(32);
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const Params p) {
   Shared& s = *(Shared*)dynamic_shared();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  for (int i = thread; i < PAGES * (1 + PAGE_TILES); i += THREADS) {
-    barrier_init(shared_address(i < PAGES ? &s.full[i] : &s.tiles[i - PAGES]), 1);
+  constexpr int BARRIERS = PAGES + 2 * PLACES + 2 * BUFFERS, WHOLE = PAGES + 2 * PLACES;
+  if (thread < BARRIERS) {
+    barrier_init(shared_address(s.full + thread), thread >= WHOLE && thread < WHOLE + BUFFERS ? WARPS : 1);
     barriers_ready();
   }
   Rows rows;
-  if (!p.listed) load_rows(p, rows, warp, lane);  // the router has them, too
+  if (!p.listed) {  // the router has the rows, too
+    fetch_rows(p, rows, warp, lane);
+    quantise_rows(rows, lane);
+  }
   wait_for_earlier_kernel();
-  if (thread == 0) p.epochs[blockIdx.x] = s.epoch = __ldcg(p.epochs + blockIdx.x) + 1;
-  choose(p, s.choice);
+  if (p.listed) fetch_rows(p, rows, warp, lane);
+  u32 epoch = 0;
+  if (thread == 0) epoch = __ldcg(p.epochs + blockIdx.x) + 1;
+  choose(p, s.choice, s.scores);
   let_next_kernel_start();
   const Work work = share_work(s.choice.count);
   const u64 policy = read_once_policy();
-  if (warp < PAGES && lane == 0) fill_page(p, s, work, warp, policy);
+  if (warp < PAGES && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
+  if (thread == 0) p.epochs[blockIdx.x] = s.epoch = epoch;
   if (blockIdx.x == 0 && !p.listed && warp < p.rows && lane < TOP) {
     p.chosen[warp * TOP + lane] = s.choice.chosen[warp][lane];
     p.weights[warp * TOP + lane] = s.choice.weights[warp][lane];
   }
   __syncwarp();
-  if (p.listed) load_rows(p, rows, warp, lane);  // after the weights are on their way
-  multiply_first(p, s, rows, work, warp, lane, policy);
-  if (p.phases < 2 || work.second == work.second_end) return;
-  __syncthreads();  // partial sums are no longer read: rows take their place
+  if (p.listed) quantise_rows(rows, lane);  // after the weights are on their way
+  const bool down = p.phases > 1 && work.second < work.second_end;
   const int first_slot = work.second / SECOND_TILES, slots = (work.second_end - 1) / SECOND_TILES - first_slot + 1;
-  take_activations(p, s, first_slot, slots, warp, lane);
-  multiply_second(p, s, work, first_slot, warp, lane, policy);
+  if (warp >= WARPS) {
+    give_registers<64>();
+    finish_first(p, s, work, warp - WARPS, lane, policy);
+    if (!down) return;
+    __syncthreads();
+    take_activations(p, s, first_slot, slots, warp, lane);
+    if (warp == WARPS) refill_second(p, s, work, lane, policy);
+  } else {
+    take_registers<104>();
+    multiply_first(p, s, rows, work, warp, lane);
+    if (!down) return;
+    __syncthreads();  // partial sums are no longer read: rows take their place
+    take_activations(p, s, first_slot, slots, warp, lane);
+    multiply_second(p, s, work, first_slot, warp, lane);
+  }
 }
 
 // Sums in the order of the choices.
-extern "C" __global__ void __launch_bounds__(THREADS) experts_sum(const Params p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS) experts_sum(const Params p) {
   wait_for_earlier_kernel();
-  const int i = blockIdx.x * THREADS + threadIdx.x, row = i / (HIDDEN / 4), n = i % (HIDDEN / 4);
+  const int i = blockIdx.x * SUM_THREADS + threadIdx.x, row = i / (HIDDEN / 4), n = i % (HIDDEN / 4);
   if (row >= p.rows) return;
   float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll

@@ -5,7 +5,8 @@
 #pragma once
 #include "quantised.cuh"
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS;
+constexpr int WARPS = 16, FINISHERS = 4;  // warps that multiply, and those that sum, publish and fill pages
+constexpr int ALL_WARPS = WARPS + FINISHERS, THREADS = 32 * ALL_WARPS;
 constexpr int PAIR_BYTES = 512, PAIR_SCALES = 32;  // two groups of 16 output rows: 8 bytes a lane and group
 constexpr int PAIR_ALL = PAIR_BYTES + PAIR_SCALES;
 constexpr float FP4_TO_HALF = 16384.f;  // what an e2m1 is worth over the float16 with the same bits
@@ -42,15 +43,15 @@ struct Choice {
 };
 
 // A warp a row: TOP best of score + bias, ties by the lowest number; weights from the scores without the bias.
-DEV void choose_row(const Params& p, Choice& c, int row, int lane) {
+DEV void choose_row(const Params& p, Choice& c, const float2* scores, int row, int lane) {
   constexpr int EACH = EXPERTS / 32;
   float score[EACH];
   u32 key[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    const float x = __ldcg(p.logits + row * EXPERTS + i * 32 + lane);
-    score[i] = sqrtf(x > 20.f ? x : log1pf(expf(x)));
-    key[i] = order_key(score[i] + p.bias[i * 32 + lane]);
+    const float2 found = scores[row * EXPERTS + i * 32 + lane];
+    score[i] = found.x;
+    key[i] = order_key(found.y);
   }
   float total = 0;
 #pragma unroll 1
@@ -79,10 +80,27 @@ DEV void choose_row(const Params& p, Choice& c, int row, int lane) {
   __syncwarp();
   if (lane < TOP) c.weights[row][lane] = c.weights[row][lane] / (total + 1e-20f) * p.scaling;
 }
-// All threads. Every block chooses for itself: it costs less than waiting for one that does.
-DEV void choose(const Params& p, Choice& c) {
+// All threads. Every block chooses for itself: it costs less than waiting for one that does. `scores`: [rows][EXPERTS] in
+// shared memory, without and with the bias.
+DEV void choose(const Params& p, Choice& c, float2* scores) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   for (int e = thread; e < EXPERTS; e += THREADS) c.masks[e] = 0;
+  if (!p.listed) {
+    constexpr int EACH = (MAX_ROWS * EXPERTS + THREADS - 1) / THREADS;
+    float x[EACH], bias[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int place = i * THREADS + thread, there = place < p.rows * EXPERTS ? place : 0;
+      x[i] = __ldcg(p.logits + there), bias[i] = p.bias[there % EXPERTS];
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int place = i * THREADS + thread;
+      if (place >= p.rows * EXPERTS) break;
+      const float soft = log1pf(expf(fminf(x[i], 20.f))), score = sqrtf(x[i] > 20.f ? x[i] : soft);
+      scores[place] = make_float2(score, score + bias[i]);
+    }
+  }
   __syncthreads();
   if (p.listed) {
     if (thread == 0) c.count = p.listed[0];
@@ -94,7 +112,7 @@ DEV void choose(const Params& p, Choice& c) {
     __syncthreads();
     return;
   }
-  if (warp < p.rows) choose_row(p, c, warp, lane);
+  if (warp < p.rows) choose_row(p, c, scores, warp, lane);
   __syncthreads();
   if (warp == 0) {
     int count = 0;

@@ -10,13 +10,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, THREADS, WARPS, ExpertsPlan
+from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, SUM_THREADS, THREADS, WARPS, ExpertsPlan
 from lowlat_nvidia.deepseek_v4.experts_reference import ExpertWeights
 from lowlat_nvidia.formats import fp4_codes
 from lowlat_nvidia.jit import Function, compile_cubin
 
 DEFAULT_SPIN_LIMIT = 4_000_000
-_STAGES = {1: "weights of gate and up", 2: "weights of down", 3: "activations of another block"}
+_STAGES = {1: "weights of gate and up", 2: "weights of down", 3: "activations of another block", 4: "its own sums"}
 
 
 class ExpertsDeadlineError(RuntimeError):
@@ -147,8 +147,8 @@ class RoutedExperts:
 
     def weighted_sum(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
         """Sum over a row's experts in the order of their choice."""
-        blocks = -(-parameters.rows * self.plan.hidden // 4 // THREADS)
-        self._sum.launch_early(blocks, THREADS, parameters, stream, dependent=early)
+        blocks = -(-parameters.rows * self.plan.hidden // 4 // SUM_THREADS)
+        self._sum.launch_early(blocks, SUM_THREADS, parameters, stream, dependent=early)
 
     def run(self, x_RH: Tensor, stream: int | None = None) -> Tensor:
         """The routed experts' sum [R, H] float32, a view that the next run overwrites. Capturable in graphs."""

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 WARPS = 16
 """Warps that multiply; in the products of gate and up they share a tile and split its inputs."""
-THREADS = 32 * WARPS
+FINISHERS = 4
+"""Warps that sum over the others."""
+THREADS = 32 * (WARPS + FINISHERS)
+SUM_THREADS = 256
 MAX_ROWS = 8
 GROUP = 32
 """Inputs that share a scale."""
@@ -14,6 +17,8 @@ PAIR_BYTES = 544
 """Two groups of 16 output rows: 512 bytes of weights, 32 of scales."""
 BLOCK_SHARED_BYTES = 232_448
 MAX_PAGES = 8
+BUFFERS = 4
+"""Of partial sums."""
 
 
 class ExpertsPlanError(ValueError):
@@ -76,9 +81,10 @@ class ExpertsPlan:
 
     @property
     def _ring_at(self) -> int:
-        sums = max(2 * WARPS * 16 * MAX_ROWS * 4, 2 * 2 * MAX_ROWS * self.inner)
+        sums = max(BUFFERS * WARPS * 16 * MAX_ROWS * 4, 2 * 2 * MAX_ROWS * self.inner)
         choice = 4 * (1 + self.experts) + 12 * MAX_ROWS * self.top
-        return -(-(sums + 2 * WARPS * MAX_ROWS * 4 + choice + 40 * MAX_PAGES + 256) // 128) * 128
+        barriers = 8 * (9 * MAX_PAGES + 2 * BUFFERS)
+        return -(-(sums + 2 * (WARPS + FINISHERS) * MAX_ROWS * 4 + choice + barriers + 256) // 128) * 128
 
     @property
     def pages(self) -> int:
