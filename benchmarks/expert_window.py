@@ -4,7 +4,8 @@
 
 takes about 40 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
 whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
-PyTorch's top-k, sort and counts between them. `products` are first and second products alone, for the read ceiling.
+PyTorch's top-k, sort and counts between them. `products` are first and second products alone, launched early as in the
+mixture (each waits for all of the one before), for the read ceiling.
 Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of eight
 windows, divided by eight.
 """
@@ -66,12 +67,12 @@ class Twin:
         stream = torch.cuda.current_stream().cuda_stream
         self.mixture.route(self.parameters, stream)
         self.place()
-        self.products()
+        self.mixture.products(self.parameters, stream, early=False)
         self.mixture.weighted_sum(self.parameters, stream, early=False)
 
     def products(self) -> None:
-        """Both products alone, experts as chosen before."""
-        self.mixture.products(self.parameters, torch.cuda.current_stream().cuda_stream, early=False)
+        """Both products alone, experts as chosen before; launched early."""
+        self.mixture.products(self.parameters, torch.cuda.current_stream().cuda_stream)
 
 
 def early_window(mixture: RoutedExperts, x_RH: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from output_kit import make_residual, make_weights
 from ranks import exchange, join, slowest
 
 from lowlat.bench.results import Simulated, default_directory, new_result, row_from_samples, save
-from lowlat_nvidia.comm.output_projection import THREADS, OutputPlan, OutputProjection, reference
+from lowlat_nvidia.comm.output_projection import OutputPlan, OutputProjection, reference
 from lowlat_nvidia.comm.peers import PeerBuffer
 
 SETS, PASSES = 4, 4
@@ -36,7 +36,7 @@ def nccl_step(one: OutputProjection, z: torch.Tensor, residual: Any) -> None:
     """GEMM, NCCL, rebuild."""
     stream, plan, rows = torch.cuda.current_stream().cuda_stream, one.plan, len(z)
     projection = one.parameters(z, residual, 2, partial=one.partial_RH)
-    one._project.launch_early(plan.blocks, THREADS, projection, stream, dependent=False)
+    one._project.launch_early(plan.blocks, plan.threads, projection, stream, dependent=False)
     one.sum_RH.copy_(one.partial_RH)
     half = one.sum_RH[:rows].bfloat16()
     dist.all_reduce(half)

@@ -124,6 +124,11 @@ class Function:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
         _check(driver, error, f"asking for {shared_bytes} bytes of shared memory")
+        # Kernels that start beside each other must agree on how a multiprocessor's memory is divided between shared
+        # memory and L1, or the later one waits until the multiprocessor is empty.
+        carve_out = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        (error,) = driver.cuFuncSetAttribute(self._function, carve_out, 100)
+        _check(driver, error, "asking for as much shared memory as there is")
         self._shared = shared_bytes
 
     def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from lowlat_nvidia.formats import HALF_ORDER, quantise
 from lowlat_nvidia.jit import Function, compile_cubin
 
-WARPS, MAX_ROWS, GROUP, STREAMS, MAX_RANKS = 8, 8, 32, 4, 8
-THREADS = 32 * WARPS
+FINISHERS, MAX_ROWS, GROUP, STREAMS, MAX_RANKS = 4, 8, 32, 4, 8
 TILE_OUTPUTS = 8
 DEFAULT_SPIN_LIMIT = 2_000_000
 _STAGES = {1: "its copy of the weights", 2: "another rank's tiles"}
@@ -51,6 +50,16 @@ class OutputPlan:
         return -(-(self.hidden // TILE_OUTPUTS) // self.blocks)
 
     @property
+    def warps(self) -> int:
+        """Warps that multiply; they split the inputs."""
+        return 16 if self.inputs % 1024 == 0 else 8
+
+    @property
+    def threads(self) -> int:
+        """Threads of a projection block."""
+        return 32 * (self.warps + FINISHERS)
+
+    @property
     def cluster(self) -> int:
         """Blocks that share a row in the consumer."""
         return 4
@@ -63,14 +72,8 @@ class OutputPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a projection block."""
-        tiles = self.block_tiles * (self.inputs * TILE_OUTPUTS + 8)
-        return (
-            tiles
-            + self.block_tiles * WARPS * TILE_OUTPUTS * MAX_ROWS * 4
-            + WARPS * MAX_ROWS * 4
-            + self.block_tiles * self.inputs // GROUP * 4
-            + 64
-        )
+        tile = self.inputs * TILE_OUTPUTS + self.warps * TILE_OUTPUTS * MAX_ROWS * 4 + self.inputs // GROUP * 4 + 16
+        return self.block_tiles * tile + self.warps * MAX_ROWS * 4 + 64
 
     @property
     def inbox_bytes(self) -> int:
@@ -81,7 +84,7 @@ class OutputPlan:
         """Macros of the kernels."""
         return {
             "HIDDEN": self.hidden, "INPUTS": self.inputs, "BLOCK_TILES": self.block_tiles, "CLUSTER": self.cluster,
-            "MAX_RANKS": MAX_RANKS,
+            "RANKS": self.ranks, "WARPS": self.warps, "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
 
@@ -97,7 +100,7 @@ class _Output(ctypes.Structure):
                 "sum_out",
             )
         ),
-        *((name, ctypes.c_int) for name in ("rows", "rank", "ranks")),
+        *((name, ctypes.c_int) for name in ("rows", "rank")),
         ("eps", ctypes.c_float),
         ("spin_limit", ctypes.c_uint),
     )  # fmt: skip
@@ -176,14 +179,14 @@ class OutputProjection:
             self._epochs[epochs].data_ptr(), optional("partial"), optional("summed"), residual.streams_RNH.data_ptr(),
             residual.post_RN.data_ptr(), residual.mix_RNN.data_ptr(), residual.collapse_RN.data_ptr(),
             residual.norm_H.data_ptr(), self.streams_RNH.data_ptr(), self.out_RH.data_ptr(), optional("sum_out"), rows,
-            self.rank, self.plan.ranks, self.eps, self.spin_limit,
+            self.rank, self.eps, self.spin_limit,
         )  # fmt: skip
 
     def run(self, z_RK: Tensor, residual: Residual, stream: int | None = None) -> tuple[Tensor, Tensor]:
         """Two overlapping launches: normed collapse [R, H] and new streams [R, N, H], overwritten by the next run."""
         stream = stream or torch.cuda.current_stream().cuda_stream
         rows, plan = len(z_RK), self.plan
-        self._project.launch_early(plan.blocks, THREADS, self.parameters(z_RK, residual, 0), stream)
+        self._project.launch_early(plan.blocks, plan.threads, self.parameters(z_RK, residual, 0), stream)
         consumer = self.parameters(z_RK, residual, 1)
         self._consume.launch_early(MAX_ROWS * plan.cluster, plan.consume_threads, consumer, stream)
         return self.out_RH[:rows], self.streams_RNH[:rows]
@@ -194,7 +197,7 @@ class OutputProjection:
         rows, plan = len(z_RK), self.plan
         blocks, threads = MAX_ROWS * plan.cluster, plan.consume_threads
         projection = self.parameters(z_RK, residual, 2, partial=self.partial_RH)
-        self._project.launch_early(plan.blocks, THREADS, projection, stream, dependent=False)
+        self._project.launch_early(plan.blocks, plan.threads, projection, stream, dependent=False)
         push = self.parameters(z_RK, residual, 0, partial=self.partial_RH)
         self._push.launch_early(plan.blocks, threads, push, stream, dependent=False)
         take = self.parameters(z_RK, residual, 1, sum_out=self.sum_RH)

@@ -7,12 +7,13 @@
 #include "quantised.cuh"
 #include "system.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int FINISHERS = 4, THREADS = 32 * (WARPS + FINISHERS);  // WARPS multiply, the others sum and publish
+constexpr int MAX_RANKS = 8;  // of which there are RANKS
 constexpr int PROJECT_PAIRS = INPUTS / (64 * WARPS);  // pairs of groups of a warp
 constexpr int TILE_OUTPUTS = 8, TILES = HIDDEN / TILE_OUTPUTS;
 constexpr int TILE_BYTES = INPUTS * TILE_OUTPUTS;
-constexpr int CONSUME_THREADS = HIDDEN / (4 * CLUSTER), STREAMS = 4;
-static_assert(INPUTS % (64 * WARPS) == 0 && HIDDEN % (4 * CLUSTER * 32) == 0, "sizes");
+constexpr int CONSUME_THREADS = HIDDEN / (4 * CLUSTER), CONSUME_WARPS = CONSUME_THREADS / 32, STREAMS = 4;
+static_assert(INPUTS % (64 * WARPS) == 0 && HIDDEN % (4 * CLUSTER * 32) == 0 && CLUSTER == 4, "sizes");
 
 struct Output {
   const u8* input;            // [rows][INPUTS] bfloat16, this rank's columns
@@ -31,7 +32,7 @@ struct Output {
   u8* new_streams;            // [rows][4][HIDDEN] bfloat16
   u8* out;                    // [rows][HIDDEN] bfloat16
   float* sum_out;             // [rows][HIDDEN]: an all-reduce alone stores here and ends; or null
-  int rows, rank, ranks;
+  int rows, rank;
   float eps;
   u32 spin_limit;
 };
@@ -39,15 +40,19 @@ struct Output {
 // Kernels overlap, so that L1 may hold what an earlier launch saw.
 DEV u32 next_epoch(const Output& p) { return __ldcg(p.epochs + blockIdx.x) + 1; }
 DEV long long inbox_place(const Output& p, u32 epoch, int rank, int row, int pair) {
-  return (((long long)(epoch % 2) * p.ranks + rank) * MAX_ROWS + row) * (HIDDEN / 2) + pair;
+  return (((long long)(epoch % 2) * RANKS + rank) * MAX_ROWS + row) * (HIDDEN / 2) + pair;
 }
 DEV void publish_pair(const Output& p, u32 epoch, int row, int pair, float low, float high) {
   const u64 word = (u64)epoch << 32 | bf_pair(low, high);
   const long long place = inbox_place(p, epoch, p.rank, row, pair);
-  for (int r = 1; r <= p.ranks; r++) store_system(p.inboxes[(p.rank + r) % p.ranks] + place, word);  // far ones first
+#pragma unroll
+  for (int i = 1; i <= RANKS; i++) {  // far ones first
+    const int r = p.rank + i;
+    store_system(p.inboxes[r < RANKS ? r : r - RANKS] + place, word);
+  }
 }
 // Ends the launch on all ranks.
-DEV void give_up(const Output& p, int stage) { tell_error(p.errors, p.rank, p.ranks, 1u + p.rank * 16 + stage, 0); }
+DEV void give_up(const Output& p, int stage) { tell_error(p.errors, p.rank, RANKS, 1u + p.rank * 16 + stage, 0); }
 
 DEV void add_group(float (&sum)[2], u32 w0, u32 w1, float scale, uint4 x) {
   u32 a0, a1, a2, a3;
@@ -63,9 +68,19 @@ DEV void add_group(float (&sum)[2], u32 w0, u32 w1, float scale, uint4 x) {
 struct ProjectShared {
   alignas(16) float parts[BLOCK_TILES][WARPS][MAX_ROWS * TILE_OUTPUTS];
   float units[WARPS][MAX_ROWS];
-  float block_scales[BLOCK_TILES][INPUTS / GROUP];
-  u64 barriers[BLOCK_TILES];
+  alignas(16) float block_scales[BLOCK_TILES][INPUTS / GROUP];
+  u64 there[BLOCK_TILES], whole[BLOCK_TILES];  // barriers: weights of a tile, its sums of all warps
+  u32 epoch;
 };
+static_assert(BLOCK_TILES * TILE_BYTES + sizeof(ProjectShared) <= SHARED_BYTES, "shared memory");
+DEV void wait_for(const Output& p, u64* barrier) {
+  u32 polls = 0;
+  while (!barrier_done(shared_address(barrier), 0))
+    if (++polls > p.spin_limit) {
+      give_up(p, 1);
+      break;
+    }
+}
 
 // One warp: sums of a tile over all warps, two outputs of a row a lane, to all ranks or as partial sums of this one.
 DEV void finish_tile(const Output& p, const float (*parts)[MAX_ROWS * TILE_OUTPUTS], u32 epoch, int tile, int lane) {
@@ -82,20 +97,33 @@ DEV void finish_tile(const Output& p, const float (*parts)[MAX_ROWS * TILE_OUTPU
   else
     publish_pair(p, epoch, row, n / 2, total.x, total.y);
 }
+// The finishers take turns.
+DEV void finish_tiles(const Output& p, ProjectShared& s, int begin, int end, int turn, int lane) {
+  if (turn == 0 && lane == 0) p.epochs[blockIdx.x] = s.epoch = next_epoch(p);
+  named_sync(1, 32 * FINISHERS);
+  const u32 epoch = s.epoch;
+#pragma unroll 1
+  for (int own = turn; begin + own < end; own += FINISHERS) {
+    wait_for(p, &s.whole[own]);
+    finish_tile(p, s.parts[own], epoch, begin + own, lane);
+  }
+}
 
 // A block has up to BLOCK_TILES tiles of 8 outputs. All its weights are on their way before the input is waited for. The
-// warps split the inputs of a tile; which of them finishes it changes from tile to tile, and the others do not wait.
-extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Output p) {
+// warps split the inputs of a tile and do not wait for each other: others finish it. Registers are left for the consumer,
+// which starts beside it.
+extern "C" __global__ void __maxnreg__(INPUTS > 2048 ? 64 : 56) output_project(const Output p) {
   extern __shared__ __align__(128) u8 memory[];
   ProjectShared& s = *(ProjectShared*)(memory + BLOCK_TILES * TILE_BYTES);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int begin = TILES * blockIdx.x / gridDim.x, end = TILES * (blockIdx.x + 1) / gridDim.x;
   if (thread == 0) {
-    for (int i = 0; i < BLOCK_TILES; i++) barrier_init(shared_address(&s.barriers[i]), 1);
+    for (int i = 0; i < BLOCK_TILES; i++)
+      barrier_init(shared_address(&s.there[i]), 1), barrier_init(shared_address(&s.whole[i]), WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     const u64 policy = read_once_policy();
     for (int tile = begin; tile < end; tile++) {
-      const u32 barrier = shared_address(&s.barriers[tile - begin]);
+      const u32 barrier = shared_address(&s.there[tile - begin]);
       barrier_expect(barrier, TILE_BYTES);
       copy_bulk(shared_address(memory) + (tile - begin) * TILE_BYTES, p.weights + (long long)tile * TILE_BYTES, TILE_BYTES,
                 barrier, policy);
@@ -104,49 +132,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) output_project(const Outpu
   for (int i = thread; i < (end - begin) * (INPUTS / GROUP); i += THREADS)
     s.block_scales[i / (INPUTS / GROUP)][i % (INPUTS / GROUP)] =
         p.block_scales[(begin + i / (INPUTS / GROUP)) / 4 * (INPUTS / GROUP) + i % (INPUTS / GROUP)];
+  __syncthreads();
   wait_for_earlier_kernel();
   let_next_kernel_start();
-  const u32 epoch = next_epoch(p);
+  if (warp >= WARPS) return finish_tiles(p, s, begin, end, warp - WARPS, lane);
   uint4 x[PROJECT_PAIRS * 2];
-  const u32 unit = quantise_share<PROJECT_PAIRS * 2>(x, [&](int i, float(&v)[8]) {
-    uint4 w = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < PROJECT_PAIRS * 2; i++) {
     const long long place = (long long)(lane / 4) * INPUTS + (warp * PROJECT_PAIRS * 2 + i) * GROUP + lane % 4 * 8;
-    if (lane / 4 < p.rows) w = __ldcg((const uint4*)(p.input + place * 2));
-    unpack_bf16(w, v);
-  });
-  if (lane % 4 == 0) s.units[warp][lane / 4] = power_value(unit);
+    x[i] = lane / 4 < p.rows ? __ldcg((const uint4*)(p.input + place * 2)) : make_uint4(0, 0, 0, 0);
+  }
+  const u32 unit = quantise_share<PROJECT_PAIRS * 2>(x, [&](int i, float(&v)[8]) { unpack_bf16(x[i], v); });
+  if (lane % 4 == 0) s.units[warp][lane / 4] = FP8_TO_HALF * power_value(unit);
   __syncwarp();
   const float2 units = *(const float2*)&s.units[warp][lane % 4 * 2];
-  __syncthreads();
-  if (thread == 0) p.epochs[blockIdx.x] = epoch;
 #pragma unroll 1
-  for (int tile = begin; tile < end; tile++) {
-    const int own = tile - begin, barrier = 1 + own % WARPS;
-    u32 polls = 0;
-    while (!barrier_done(shared_address(&s.barriers[own]), 0))
-      if (++polls > p.spin_limit) {
-        give_up(p, 1);
-        break;
-      }
+  for (int own = 0; begin + own < end; own++) {
+    wait_for(p, &s.there[own]);
     const u32 page = shared_address(memory) + own * TILE_BYTES + warp * PROJECT_PAIRS * 512 + lane * 16;
-    const float* block = s.block_scales[own] + warp * PROJECT_PAIRS * 2;
+    const float2* block = (const float2*)(s.block_scales[own] + warp * PROJECT_PAIRS * 2);
     float sum[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < PROJECT_PAIRS; i++) {
       const uint4 w = load_shared(page + i * 512);
-      add_group(sum, w.x, w.y, block[2 * i], x[2 * i]);
-      add_group(sum, w.z, w.w, block[2 * i + 1], x[2 * i + 1]);
+      const float2 scales = block[i];
+      add_group(sum, w.x, w.y, scales.x, x[2 * i]);
+      add_group(sum, w.z, w.w, scales.y, x[2 * i + 1]);
     }
     float* to = s.parts[own][warp] + lane % 4 * 2 * TILE_OUTPUTS + lane / 4;
-    to[0] = sum[0] * (units.x * FP8_TO_HALF);
-    to[TILE_OUTPUTS] = sum[1] * (units.y * FP8_TO_HALF);
-    if (warp == own % WARPS) {
-      named_sync(barrier, THREADS);
-      finish_tile(p, s.parts[own], epoch, tile, lane);
-    } else {
-      named_arrive(barrier, THREADS);
-    }
-    if (own % WARPS == WARPS - 1) __syncthreads();  // barriers come round again
+    to[0] = sum[0] * units.x;
+    to[TILE_OUTPUTS] = sum[1] * units.y;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s.whole[own]));
   }
 }
 
@@ -163,51 +180,57 @@ extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const 
   }
 }
 
-// Adds a thread's two pairs of all ranks, in rank order; false: somebody gave up. All words are asked for at once.
+// Adds a thread's two pairs of all ranks, in rank order; false: somebody gave up. What has not come is asked for at once.
 DEV bool take(const Output& p, u32 epoch, int row, int pair, float (&out)[4]) {
-  uint4 words[MAX_RANKS];  // of both pairs: value, tag
+  uint4 words[RANKS];  // of both pairs: value, tag
   const u64* inbox = p.inboxes[p.rank];
 #pragma unroll
-  for (int rank = 0; rank < MAX_RANKS; rank++)
-    if (rank < p.ranks) words[rank] = load_system_words(inbox + inbox_place(p, epoch, rank, row, pair));
+  for (int rank = 0; rank < RANKS; rank++) words[rank] = make_uint4(0, ~epoch, 0, 0);
   u32 polls = 0;
+  bool missing = true;
+  while (missing) {
+    if (++polls % 256 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]))) return false;
+    missing = false;
 #pragma unroll
-  for (int rank = 0; rank < MAX_RANKS; rank++)
-    if (rank < p.ranks) {
-      while (words[rank].y != epoch || words[rank].w != epoch) {
-        if (++polls % 256 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]))) return false;
+    for (int rank = 0; rank < RANKS; rank++)
+      if (words[rank].y != epoch || words[rank].w != epoch)
         words[rank] = load_system_words(inbox + inbox_place(p, epoch, rank, row, pair));
-      }
-      out[0] += bf_low(words[rank].x), out[1] += bf_high(words[rank].x);
-      out[2] += bf_low(words[rank].z), out[3] += bf_high(words[rank].z);
-    }
+#pragma unroll
+    for (int rank = 0; rank < RANKS; rank++) missing |= words[rank].y != epoch || words[rank].w != epoch;
+  }
+#pragma unroll
+  for (int rank = 0; rank < RANKS; rank++) {
+    out[0] += bf_low(words[rank].x), out[1] += bf_high(words[rank].x);
+    out[2] += bf_low(words[rank].z), out[3] += bf_high(words[rank].z);
+  }
   return true;
 }
-DEV float sum_over_cluster(float x, float* mine, float* across) {
+// Every warp of the cluster tells all of the cluster's blocks its sum.
+DEV float sum_over_cluster(float x, float (&across)[CLUSTER * CONSUME_WARPS]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int o = 16; o; o /= 2) x += __shfl_xor_sync(~0u, x, o);
-  if (lane == 0) mine[warp] = x;
-  __syncthreads();
-  float block = 0;
-  for (int i = 0; i < CONSUME_THREADS / 32; i++) block += mine[i];
   u32 self;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(self));
-  if (threadIdx.x < CLUSTER) {  // to the same place in every block of the cluster
+  if (lane < CLUSTER) {
+    const u32 place = shared_address(across + self * CONSUME_WARPS + warp);
     u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(across + self)), "r"(threadIdx.x));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(block) : "memory");
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(lane));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
   }
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   float total = 0;
 #pragma unroll
-  for (int i = 0; i < CLUSTER; i++) total += across[i];
+  for (int i = 0; i < CLUSTER * CONSUME_WARPS; i += 4) {
+    const float4 part = *(const float4*)(across + i);
+    total += part.x + part.y + (part.z + part.w);
+  }
   return total;
 }
 
 // A cluster a row, a thread four outputs: 2 pairs. What does not come from the projection is loaded first.
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_THREADS) output_consume(const Output p) {
-  __shared__ float mine[CONSUME_THREADS / 32], across[CLUSTER];
+  __shared__ __align__(16) float across[CLUSTER * CONSUME_WARPS];
   __shared__ u32 epoch;
   const int thread = threadIdx.x, row = blockIdx.x / CLUSTER;
   const int n = (blockIdx.x % CLUSTER * CONSUME_THREADS + thread) * 4;
@@ -266,7 +289,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_T
   float square = 0;
 #pragma unroll
   for (int c = 0; c < 4; c++) y[c] = bf_round(y[c]), square += y[c] * y[c];
-  const float factor = rsqrtf(sum_over_cluster(square, mine, across) / HIDDEN + p.eps);
+  const float factor = rsqrtf(sum_over_cluster(square, across) / HIDDEN + p.eps);
   *(uint2*)(p.out + ((long long)row * HIDDEN + n) * 2) =
       make_uint2(bf_pair(y[0] * factor * bf_low(norm.x), y[1] * factor * bf_high(norm.x)),
                  bf_pair(y[2] * factor * bf_low(norm.y), y[3] * factor * bf_high(norm.y)));
