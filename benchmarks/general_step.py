@@ -301,13 +301,15 @@ def run(options: Options, directory: Path) -> Path:
     )
     path: Path | None = None
     cases = [(model, *case) for model in options.models for case in options.cases]
-    compiling = compile_side_by_side(cases, options.dtype, "cuda") if gpus and "torch-compile" in options.arms else []
+    if gpus and "torch-compile" in options.arms:
+        started = time.perf_counter()
+        for process in compile_side_by_side(cases, options.dtype, "cuda"):
+            process.wait()  # engines measure which kernels are faster when they are built
+        print(f"{len(cases)} cases compiled in {time.perf_counter() - started:.1f} s", flush=True)
     for model in options.models:
         started = time.perf_counter()
         engine = Engine(find_shape(model), options)
         print(f"{model}: built in {time.perf_counter() - started:.1f} s", flush=True)
-        for process in compiling:  # nobody beside what is measured
-            process.wait()
         for batch, context in options.cases:
             print(f"{model}, {batch} requests, context {context}", flush=True)
             result.rows += rows_of(engine, batch, context, options, ceiling)
