@@ -24,6 +24,7 @@ from lowlat.layers.triton.product import ProductShape, product
 from lowlat.layers.triton.rope_write import rope_write
 from lowlat.layers.triton.rows import add_rows, look_up
 from lowlat.layers.triton.slots import put_tokens, take_slots
+from lowlat.layers.triton_ops import TritonOps
 from lowlat.platform.cuda import CudaLinear
 
 REFERENCE = ReferenceOps()
@@ -85,6 +86,15 @@ def test_gated_products(rows, activation, shape):
     )
     assert torch.equal(total, x + stream)
     close(result, REFERENCE.add_norm_product(None, total, norm, 1e-5, linear, activation)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_an_activation_without_a_norm(rows):
+    """As ranks need it, who have normed the sum of their parts; of few rows in one kernel."""
+    x, linear = torch.randn(rows, 40), CudaLinear(torch.randn(2 * 21, 40), torch.randn(2 * 21))
+    result = TritonOps(4).product(x, linear, "silu", out_dtype=torch.float64)
+    assert result.dtype == torch.float64
+    close(result, REFERENCE.product(x, linear, "silu"))
 
 
 @pytest.mark.parametrize(("vocabulary", "seed"), [(600, 1), (40, 2)])

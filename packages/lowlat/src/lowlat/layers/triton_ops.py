@@ -136,9 +136,14 @@ class TritonOps:
                 early_start=self._early, parts=parts,
             )[0]  # fmt: skip
         if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(*linear.weight_OI.shape, norm=False):
-            result = product(x_RI, linear.weight_OI, linear.bias_O, early_start=self._early)
-        out_RO = linear(x_RI) if result is None else result[0]
-        out_RO = out_RO if activation is None else gated(out_RO, activation)
+            result = product(
+                x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
+                early_start=self._early,
+            )  # fmt: skip
+        if result is not None:
+            return result[0]
+        out_RO = linear(x_RI)
+        out_RO = out_RO if activation is None else gated(out_RO, activation, early_start=self._early)
         return out_RO if out_dtype is None else out_RO.to(out_dtype)
 
     def add_norm_product(

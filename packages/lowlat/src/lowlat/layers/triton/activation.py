@@ -9,6 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from lowlat.layers.triton import early
+
+let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
+
 # Elements of one program.
 _BLOCK = 1024
 
@@ -29,7 +33,10 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def gate_kernel(packed_ptr, out_ptr, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(packed_ptr, out_ptr, width, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width
@@ -40,12 +47,15 @@ def gate_kernel(packed_ptr, out_ptr, width, KIND: tl.constexpr, BLOCK: tl.conste
     tl.store(out_ptr + row * width + place, (rounded * up.to(tl.float32)).to(up.dtype), mask=inside)
 
 
-def gated(gate_up_RI: torch.Tensor, activation: str) -> torch.Tensor:
+def gated(gate_up_RI: torch.Tensor, activation: str, *, early_start: bool = False) -> torch.Tensor:
     """activation(gate) * up, [R, I], of contiguous [R, 2I] with the gates first. `KeyError` for an unknown name."""
     rows, both = gate_up_RI.shape
     width = both // 2
     assert gate_up_RI.is_contiguous()
     out_RI = gate_up_RI.new_empty(rows, width)
     grid = (rows, triton.cdiv(width, _BLOCK))
-    gate_kernel[grid](gate_up_RI, out_RI, width, KIND=KINDS[activation], BLOCK=_BLOCK, num_warps=4)
+    gate_kernel[grid](
+        gate_up_RI, out_RI, width, KIND=KINDS[activation], BLOCK=_BLOCK, EARLY=early_start, num_warps=4,
+        **early.launch_options(early_start),
+    )  # fmt: skip
     return out_RI
