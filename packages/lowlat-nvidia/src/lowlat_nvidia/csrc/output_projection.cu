@@ -212,6 +212,7 @@ DEV float sum_over_cluster(float x, float (&across)[CLUSTER * CONSUME_WARPS]) {
   for (int o = 16; o; o /= 2) x += __shfl_xor_sync(~0u, x, o);
   u32 self;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(self));
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all of them run
   if (lane < CLUSTER) {
     const u32 place = shared_address(across + self * CONSUME_WARPS + warp);
     u32 there;
@@ -234,6 +235,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_T
   __shared__ u32 epoch;
   const int thread = threadIdx.x, row = blockIdx.x / CLUSTER;
   const int n = (blockIdx.x % CLUSTER * CONSUME_THREADS + thread) * 4;
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   if (p.summed || p.partial) wait_for_earlier_kernel();  // else tags say what has come
   let_next_kernel_start();
   if (thread == 0 && !p.summed) p.epochs[blockIdx.x] = epoch = next_epoch(p);
