@@ -20,6 +20,7 @@ from lowlat.layers.triton.activation import KINDS, activate
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 MOST_ROWS = 16
+_LEAST = 1 << 21
 _LINE = tl.constexpr(64)
 """Values of a cache line."""
 
@@ -118,8 +119,9 @@ def looped_product_kernel(
 
 
 def fits(rows: int, weight_OI: torch.Tensor) -> bool:
-    """Whether this kernel is for such a product: few rows, and sums that tensor cores can make."""
-    return 1 < rows <= MOST_ROWS and weight_OI.dtype == torch.bfloat16
+    """Whether this kernel is for such a product: few rows, a weight that takes longer to read than a launch, and sums
+    that tensor cores can make."""
+    return 1 < rows <= MOST_ROWS and weight_OI.dtype == torch.bfloat16 and weight_OI.numel() >= _LEAST
 
 
 def looped_product(
