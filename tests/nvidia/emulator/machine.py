@@ -34,7 +34,7 @@ def build(
         if texts[name].count(old) != 1:
             raise AssertionError(f"{old!r} is not once in {name}")
         texts[name] = texts[name].replace(old, new)
-    for name in ("ptx.cuh", "machine.cpp"):
+    for name in ("ptx.cuh", "system.cuh", "machine.cpp"):
         texts[name] = (HERE / name).read_text()
     options = [f"-D{key}={value}" for key, value in sorted(definitions.items())]
     options += [f'-DSOURCE="{kernel[0]}"', f"-DKERNEL={kernel[1]}"]

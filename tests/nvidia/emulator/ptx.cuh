@@ -22,6 +22,7 @@ typedef unsigned long long u64;
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __cluster_dims__(...)
 
 struct uint2 { u32 x, y; };
@@ -29,8 +30,9 @@ struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 DEV uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-DEV float2 make_float2(float x, float y) { return {x, y}; }
+DEV uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 DEV float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+DEV float2 make_float2(float x, float y) { return {x, y}; }
 
 // ---- fibers
 constexpr int LANES = 32, STACK = 128 * 1024;
@@ -362,3 +364,7 @@ DEV u32 order_key(float x) {
 }
 DEV void wait_for_earlier_kernel() {}
 DEV void let_next_kernel_start() {}
+// Kernels with static shared memory are not run here, only compiled.
+DEV void cluster_arrive() {}
+DEV void cluster_wait() { cluster_sync(); }
+DEV void store_in_cluster(float*, u32, float) { abort(); }

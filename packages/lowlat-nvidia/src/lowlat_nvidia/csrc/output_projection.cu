@@ -15,7 +15,7 @@ constexpr int TILE_BYTES = INPUTS * TILE_OUTPUTS;
 constexpr int CONSUME_THREADS = HIDDEN / (4 * CLUSTER), CONSUME_WARPS = CONSUME_THREADS / 32, STREAMS = 4;
 static_assert(INPUTS % (64 * WARPS) == 0 && HIDDEN % (4 * CLUSTER * 32) == 0 && CLUSTER == 4, "sizes");
 
-struct Output {
+struct Params {
   const u8* input;            // [rows][INPUTS] bfloat16, this rank's columns
   const u8* weights;          // packed, see comm/output_projection.py
   const float* block_scales;  // [HIDDEN / 32][INPUTS / 32]
@@ -38,11 +38,11 @@ struct Output {
 };
 
 // Kernels overlap, so that L1 may hold what an earlier launch saw.
-DEV u32 next_epoch(const Output& p) { return __ldcg(p.epochs + blockIdx.x) + 1; }
-DEV long long inbox_place(const Output& p, u32 epoch, int rank, int row, int pair) {
+DEV u32 next_epoch(const Params& p) { return __ldcg(p.epochs + blockIdx.x) + 1; }
+DEV long long inbox_place(const Params& p, u32 epoch, int rank, int row, int pair) {
   return (((long long)(epoch % 2) * RANKS + rank) * MAX_ROWS + row) * (HIDDEN / 2) + pair;
 }
-DEV void publish_pair(const Output& p, u32 epoch, int row, int pair, float low, float high) {
+DEV void publish_pair(const Params& p, u32 epoch, int row, int pair, float low, float high) {
   const u64 word = (u64)epoch << 32 | bf_pair(low, high);
   const long long place = inbox_place(p, epoch, p.rank, row, pair);
 #pragma unroll
@@ -52,7 +52,7 @@ DEV void publish_pair(const Output& p, u32 epoch, int row, int pair, float low, 
   }
 }
 // Ends the launch on all ranks.
-DEV void give_up(const Output& p, int stage) { tell_error(p.errors, p.rank, RANKS, 1u + p.rank * 16 + stage, 0); }
+DEV void give_up(const Params& p, int stage) { tell_error(p.errors, p.rank, RANKS, 1u + p.rank * 16 + stage, 0); }
 
 DEV void add_group(float (&sum)[2], u32 w0, u32 w1, float scale, uint4 x) {
   u32 a0, a1, a2, a3;
@@ -73,7 +73,7 @@ struct ProjectShared {
   u32 epoch;
 };
 static_assert(BLOCK_TILES * TILE_BYTES + sizeof(ProjectShared) <= SHARED_BYTES, "shared memory");
-DEV void wait_for(const Output& p, u64* barrier) {
+DEV void wait_for(const Params& p, u64* barrier) {
   u32 polls = 0;
   while (!barrier_done(shared_address(barrier), 0))
     if (++polls > p.spin_limit) {
@@ -83,7 +83,7 @@ DEV void wait_for(const Output& p, u64* barrier) {
 }
 
 // One warp: sums of a tile over all warps, two outputs of a row a lane, to all ranks or as partial sums of this one.
-DEV void finish_tile(const Output& p, const float (*parts)[MAX_ROWS * TILE_OUTPUTS], u32 epoch, int tile, int lane) {
+DEV void finish_tile(const Params& p, const float (*parts)[MAX_ROWS * TILE_OUTPUTS], u32 epoch, int tile, int lane) {
   const int row = lane / 4, n = tile * TILE_OUTPUTS + lane % 4 * 2;
   float2 total = make_float2(0, 0);
 #pragma unroll
@@ -98,7 +98,7 @@ DEV void finish_tile(const Output& p, const float (*parts)[MAX_ROWS * TILE_OUTPU
     publish_pair(p, epoch, row, n / 2, total.x, total.y);
 }
 // The finishers take turns.
-DEV void finish_tiles(const Output& p, ProjectShared& s, int begin, int end, int turn, int lane) {
+DEV void finish_tiles(const Params& p, ProjectShared& s, int begin, int end, int turn, int lane) {
   if (turn == 0 && lane == 0) p.epochs[blockIdx.x] = s.epoch = next_epoch(p);
   named_sync(1, 32 * FINISHERS);
   const u32 epoch = s.epoch;
@@ -112,15 +112,15 @@ DEV void finish_tiles(const Output& p, ProjectShared& s, int begin, int end, int
 // A block has up to BLOCK_TILES tiles of 8 outputs. All its weights are on their way before the input is waited for. The
 // warps split the inputs of a tile and do not wait for each other: others finish it. Registers are left for the consumer,
 // which starts beside it.
-extern "C" __global__ void __maxnreg__(INPUTS > 2048 ? 64 : 56) output_project(const Output p) {
-  extern __shared__ __align__(128) u8 memory[];
+extern "C" __global__ void __maxnreg__(INPUTS > 2048 ? 64 : 56) output_project(const Params p) {
+  u8* memory = dynamic_shared();
   ProjectShared& s = *(ProjectShared*)(memory + BLOCK_TILES * TILE_BYTES);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int begin = TILES * blockIdx.x / gridDim.x, end = TILES * (blockIdx.x + 1) / gridDim.x;
   if (thread == 0) {
     for (int i = 0; i < BLOCK_TILES; i++)
       barrier_init(shared_address(&s.there[i]), 1), barrier_init(shared_address(&s.whole[i]), WARPS);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_ready();
     const u64 policy = read_once_policy();
     for (int tile = begin; tile < end; tile++) {
       const u32 barrier = shared_address(&s.there[tile - begin]);
@@ -168,7 +168,7 @@ extern "C" __global__ void __maxnreg__(INPUTS > 2048 ? 64 : 56) output_project(c
 }
 
 // The plain way of sending: a kernel of its own that reads the finished partial sums.
-extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const Output p) {
+extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const Params p) {
   wait_for_earlier_kernel();
   __shared__ u32 epoch;
   if (threadIdx.x == 0) p.epochs[blockIdx.x] = epoch = next_epoch(p);
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(CONSUME_THREADS) output_push(const 
 }
 
 // Adds a thread's two pairs of all ranks, in rank order; false: somebody gave up. What has not come is asked for at once.
-DEV bool take(const Output& p, u32 epoch, int row, int pair, float (&out)[4]) {
+DEV bool take(const Params& p, u32 epoch, int row, int pair, float (&out)[4]) {
   uint4 words[RANKS];  // of both pairs: value, tag
   const u64* inbox = p.inboxes[p.rank];
 #pragma unroll
@@ -210,16 +210,10 @@ DEV float sum_over_cluster(float x, float (&across)[CLUSTER * CONSUME_WARPS]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int o = 16; o; o /= 2) x += __shfl_xor_sync(~0u, x, o);
-  u32 self;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(self));
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all of them run
-  if (lane < CLUSTER) {
-    const u32 place = shared_address(across + self * CONSUME_WARPS + warp);
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(lane));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_wait();  // all of them run
+  if (lane < CLUSTER) store_in_cluster(across + blockIdx.x % CLUSTER * CONSUME_WARPS + warp, lane, x);
+  cluster_arrive();
+  cluster_wait();
   float total = 0;
 #pragma unroll
   for (int i = 0; i < CLUSTER * CONSUME_WARPS; i += 4) {
@@ -230,12 +224,12 @@ DEV float sum_over_cluster(float x, float (&across)[CLUSTER * CONSUME_WARPS]) {
 }
 
 // A cluster a row, a thread four outputs: 2 pairs. What does not come from the projection is loaded first.
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_THREADS) output_consume(const Output p) {
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(CONSUME_THREADS) output_consume(const Params p) {
   __shared__ __align__(16) float across[CLUSTER * CONSUME_WARPS];
   __shared__ u32 epoch;
   const int thread = threadIdx.x, row = blockIdx.x / CLUSTER;
   const int n = (blockIdx.x % CLUSTER * CONSUME_THREADS + thread) * 4;
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_arrive();
   if (p.summed || p.partial) wait_for_earlier_kernel();  // else tags say what has come
   let_next_kernel_start();
   if (thread == 0 && !p.summed) p.epochs[blockIdx.x] = epoch = next_epoch(p);
