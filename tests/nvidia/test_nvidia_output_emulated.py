@@ -38,7 +38,9 @@ def test_every_rank_gets_every_tile_with_the_steps_tag(monkeypatch: pytest.Monke
     torch.manual_seed(1)
     library = machine.build(PLAN.definitions(), tmp_path, kernel=("output_projection.cu", "output_project"))
     monkeypatch.setattr(output_projection, "compile_cubin", lambda name, definitions: (b"", ""))
-    monkeypatch.setattr(output_projection, "Function", lambda cubin, name, shared: EmulatedKernel(library, name, shared))
+    monkeypatch.setattr(
+        output_projection, "Function", lambda cubin, name, shared: EmulatedKernel(library, name, shared)
+    )
     inboxes = [torch.zeros(2, PLAN.ranks, MAX_ROWS, PLAN.hidden // 2, 2, dtype=torch.int32) for _ in range(PLAN.ranks)]
     errors = [torch.zeros(1, dtype=torch.int32) for _ in range(PLAN.ranks)]
     weights = [make_weights(PLAN, "cpu") for _ in range(PLAN.ranks)]
