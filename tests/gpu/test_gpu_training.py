@@ -11,6 +11,7 @@ from lowlat.cli.train_draft import _Printer
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.training import overlap as plain
 from lowlat.training import writing
+from lowlat.training.draft_loss import attend_plainly
 from lowlat.training.recipe import Progress, Recipe
 from lowlat.training.target import Target
 from lowlat.training.train_draft import train
@@ -31,6 +32,29 @@ def test_likeness_and_its_slope(vocabulary):
     wanted = plain.slope_(scores.clone(), target, heats, expected, weights).float()
     slope = overlap.slope_(scores, target, heats, found, weights).float()
     torch.testing.assert_close(slope, wanted, atol=1e-4, rtol=2e-2)
+
+
+@pytest.mark.parametrize("window", [0, 256])
+def test_attention_of_blocks_and_its_slopes(window):
+    from lowlat.layers.triton.block_attention import block_attention
+
+    sequences, tokens, anchors = 5, 575, 32
+
+    def some(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    q, own = some(160, 6, 9, 64), (some(160, 6, 3, 64), some(160, 6, 3, 64))
+    context = some(sequences, tokens, 3, 64), some(sequences, tokens, 3, 64)
+    places = torch.randint(1, tokens, (sequences, anchors), device="cuda")
+    begins = torch.tensor([0, 3, 64, 191, 300], device="cuda").minimum(places.amin(1))
+    got = block_attention(q, context, own, places, begins, window)
+    wide = [part.detach().float().requires_grad_() for part in (q, *context, *own)]
+    attended = attend_plainly([(wide[1], wide[2])], places, begins, window)(0, wide[0], wide[3], wide[4])
+    slope = torch.randn_like(got)
+    found = got, *torch.autograd.grad(got, (q, *context, *own), slope)
+    expected = attended, *torch.autograd.grad(attended, wide, slope.float())
+    for mine, its in zip(found, expected, strict=True):
+        assert ((mine.float() - its).norm() / its.norm()).item() < 0.02
 
 
 def test_writing_in_a_graph(monkeypatch):
@@ -61,8 +85,8 @@ def test_a_draft_learns_in_graphs(tmp_path: Path):
     data.write_text("".join(f"Line {n} says that {n} and {n * n % 97} are numbers. " for n in range(3000)))
     recipe = Recipe(
         model="smollm2", data=(str(data),), steps=80, sequences=16, rounds=8, anchors=8, prompt_tokens=200,
-        answer_tokens=32, intermediate_size=128, rank=8, vocabulary=8192, window=64, cooling=0.3, accepting=0.5,
-        device="cuda", learning_rate=0.003,
+        answer_tokens=32, intermediate_size=128, rank=8, derived=16, vocabulary=8192, window=64,
+        cooling=0.3, accepting=0.5, device="cuda", learning_rate=0.003,
     )  # fmt: skip
     losses: list[float] = []
 

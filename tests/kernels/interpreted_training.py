@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowlat.layers.triton import even, overlap
+from lowlat.layers.triton import block_attention, even, overlap
 from lowlat.training import overlap as plain
+from lowlat.training.draft_loss import attend_plainly
 
 
 @pytest.mark.parametrize(("length", "room"), [(1, 70), (64, 70), (69, 70)])
@@ -36,4 +37,37 @@ def test_likeness_and_its_slope(vocabulary: int):
     found, expected = overlap.likeness(scores, target, heats), plain.likeness(scores, target, heats)
     torch.testing.assert_close(found[:, :2], expected, atol=1e-4, rtol=1e-4)
     wanted = plain.slope_(scores.clone(), target, heats, expected, weights)
-    torch.testing.assert_close(overlap.slope_(scores, target, heats, found, weights), wanted, atol=1e-5, rtol=1e-3)
+    mine = overlap.slope_(scores.clone(), target, heats, found, weights)
+    torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-3)
+    for asked in ({"cross": False}, {"overlap": False}):
+        found, expected = (
+            overlap.likeness(scores, target, heats, **asked),
+            plain.likeness(scores, target, heats, **asked),
+        )
+        torch.testing.assert_close(found[:, :2], expected, atol=1e-4, rtol=1e-4)
+        wanted = plain.slope_(scores.clone(), target, heats, expected, weights, **asked)
+        mine = overlap.slope_(scores.clone(), target, heats, found, weights, **asked)
+        torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("window", [0, 40, 100])
+def test_attention_of_blocks_and_its_slopes(window: int):
+    sequences, tokens, anchors, rows, kv_heads, group, dim = 3, 150, 4, 6, 2, 3, 16
+    generator = torch.Generator().manual_seed(window)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    q = some(sequences * anchors, rows, kv_heads * group, dim)
+    context = some(sequences, tokens, kv_heads, dim), some(sequences, tokens, kv_heads, dim)
+    own = some(sequences * anchors, rows, kv_heads, dim), some(sequences * anchors, rows, kv_heads, dim)
+    places = torch.tensor([[20, 149, 64, 0], [150, 7, 65, 130], [33, 96, 33, 110]])
+    begins = torch.tensor([0, 5, 33])
+    parts = (q, *context, *own)
+    got = block_attention.block_attention(q, context, own, places, begins, window)
+    expected = attend_plainly([context], places, begins, window)(0, q, *own)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    slope = torch.randn(got.shape, generator=generator)
+    slopes = torch.autograd.grad(got, parts, slope), torch.autograd.grad(expected, parts, slope)
+    for mine, its in zip(*slopes, strict=True):
+        torch.testing.assert_close(mine, its, atol=2e-5, rtol=1e-4)

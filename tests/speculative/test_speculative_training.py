@@ -72,7 +72,7 @@ def test_what_lies_behind_the_end_is_not_learnt(target: Target):
     written = written_by(target, ends=frozenset([end]))
     first = int((plain.tokens_ST[0, 9:] == end).nonzero()[0]) + 9
     assert written.valid_ST[0].tolist() == [True] * (first + 1) + [False] * (20 - first)
-    anchors = draw_anchors(written, 200, torch.Generator().manual_seed(0))
+    anchors = draw_anchors(written.valid_ST, written.prompt_S, written.begin_S, 200, torch.Generator().manual_seed(0))
     assert anchors.min() == 8
     assert anchors[0].max() == first - 1
     network = random_network(draft_config("dflash"), 2)
@@ -163,7 +163,7 @@ def test_the_slope_is_that_of_the_loss(target: Target, accepting: float):
     torch.testing.assert_close(slope, torch.autograd.grad(loss, scores)[0], atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "dspark --derived 8 --vocabulary 80"])
 def test_a_draft_learns_and_serves(folder: Path, tmp_path: Path, kind: str):
     """A few steps: the loss falls, acceptance is measured on text that was held out, and the engine accepts guesses."""
     data = tmp_path / "data"
@@ -173,7 +173,11 @@ def test_a_draft_learns_and_serves(folder: Path, tmp_path: Path, kind: str):
         letters = torch.randint(33, 33 + 60, (400,), generator=generator).tolist()
         (data / f"{number}.txt").write_text("".join(map(chr, letters)))
     output = tmp_path / "draft"
-    flags = "--steps 60 --sequences 8 --rounds 4 --anchors 6 --prompt-tokens 10 --answer-tokens 20 --block-size 4 "
+    kind, *more = kind.split()
+    flags = (
+        " ".join(more)
+        + " --steps 60 --sequences 8 --rounds 4 --anchors 6 --prompt-tokens 10 --answer-tokens 20 --block-size 4 "
+    )
     flags += (
         "--layers 1 --taps 2 --intermediate-size 32 --rank 4 --learning-rate 0.01 --device cpu --int8 --temperature 0"
     )

@@ -65,6 +65,10 @@ def train_draft(
     taps: Annotated[int, typer.Option("--taps", min=1, help="Layers of the model that it looks at.")] = 3,
     intermediate_size: Annotated[int, typer.Option("--intermediate-size", min=1, help="Width of its MLPs.")] = 1024,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the Markov head or selector.")] = 48,
+    derived: Annotated[
+        int,
+        typer.Option("--derived", min=0, help="Width of a network in place of the Markov head's table. 0: a table."),
+    ] = 0,
     vocabulary: Annotated[
         int, typer.Option("--vocabulary", min=0, help="Tokens that it can guess, the most frequent ones. 0: all.")
     ] = 0,
@@ -115,6 +119,7 @@ def train_draft(
         taps=taps,
         intermediate_size=intermediate_size,
         rank=rank,
+        derived=derived,
         vocabulary=vocabulary,
         window=window,
         learning_rate=learning_rate,

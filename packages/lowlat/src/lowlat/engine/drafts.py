@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from lowlat.models.registry import build_model
 from lowlat.parallel.group import SingleRank
 from lowlat.platform.base import PackedLinear
 from lowlat.speculative import int8_linear
+from lowlat.speculative.derived_tokens import with_table
 from lowlat.speculative.device_draft import SHARPNESS, BlockDraft, DeviceDraft, SmallModelDraft
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft, shipped_draft
@@ -119,6 +121,10 @@ class _SmallModel:
         return SmallModelDraft(lambda step: small.forward(step, pool), runner.model.ops, runner.tables)
 
 
+def _embedded(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    return model.embed(tokens.to(model.embedding_VH.device)).cpu()
+
+
 class _TrainedDraft:
     """A DFlash, DFlash 2 or DSpark draft of this model."""
 
@@ -130,7 +136,7 @@ class _TrainedDraft:
             _check_target(config, model)
             self._positions = build.max_context + config.block_size
             self._network = DraftNetwork(config, self._positions)
-            self._network.load_state_dict(weights)
+            self._network.load_state_dict(with_table(config, weights, partial(_embedded, model)))
         except DraftFileError as error:
             raise SetupError(f"--draft: {error}") from error
         except RuntimeError as error:

@@ -163,7 +163,7 @@ class BlockDraft:
         if config.kind == "dspark":
             network, known = self.network, self.network.vocabulary
             first_B = anchor_B if self._places_V is None else self._looked_up(anchor_B, self._places_V)
-            embed_XE, head_VE = network.markov_embed.weight, network.markov_head.weight
+            embed_XE, head_VE = network.get_parameter("markov_embed.weight"), network.markov_head.weight
             choice = (slots_B, next_GB, settings, known, SHARPNESS)
             return self._tokens(self._ops.walk(logits_GBV, first_B, embed_XE, head_VE, *choice))
         if config.kind == "dflash2":

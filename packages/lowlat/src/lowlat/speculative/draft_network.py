@@ -100,23 +100,34 @@ class DraftLayer(nn.Module):
         return x_RY.view(len(x_RY), -1, self._dim)
 
     def forward(self, x_QBH: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
-        def attention(y_QBH: torch.Tensor) -> torch.Tensor:
-            y_RH = y_QBH.flatten(0, 1)
-            q_RND = rotate(self.q_norm(self._heads(self.q_proj(y_RH))), *rotation)
-            q_QBND, k_QBKD, v_QBKD = (
-                part.view(*x_QBH.shape[:2], *part.shape[1:])
-                for part in (q_RND, self.keys(y_RH, rotation), self.values(y_RH))
-            )
-            mixed = attend(self._index, q_QBND, k_QBKD, v_QBKD)
-            added: torch.Tensor = self.o_proj(mixed.flatten(2))
-            return added
+        if self.attention_mixing is None or self.mlp_mixing is None:
+            return self.after(x_QBH, attend(self._index, *self.before(x_QBH, rotation)))
 
-        def mlp(y_QBH: torch.Tensor) -> torch.Tensor:
-            added: torch.Tensor = self.down_proj(F.silu(self.gate_proj(y_QBH)) * self.up_proj(y_QBH))
+        def attention(y_QBH: torch.Tensor) -> torch.Tensor:
+            added: torch.Tensor = self.o_proj(attend(self._index, *self._looks(y_QBH, rotation)).flatten(2))
             return added
 
         x_QBH = x_QBH + _mixed(self.attention_mixing, self.input_layernorm(x_QBH), attention)
-        return x_QBH + _mixed(self.mlp_mixing, self.post_attention_layernorm(x_QBH), mlp)
+        return x_QBH + _mixed(self.mlp_mixing, self.post_attention_layernorm(x_QBH), self._mlp)
+
+    def before(self, x_QBH: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What a layer without mixing attends with: q, k and v of its rows."""
+        return self._looks(self.input_layernorm(x_QBH), rotation)
+
+    def after(self, x_QBH: torch.Tensor, mixed_QBND: torch.Tensor) -> torch.Tensor:
+        """The rest of such a layer."""
+        x_QBH = x_QBH + self.o_proj(mixed_QBND.flatten(2))
+        return x_QBH + self._mlp(self.post_attention_layernorm(x_QBH))
+
+    def _looks(self, y_QBH: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        y_RH = y_QBH.flatten(0, 1)
+        q_RND = rotate(self.q_norm(self._heads(self.q_proj(y_RH))), *rotation)
+        parts = q_RND, self.keys(y_RH, rotation), self.values(y_RH)
+        return tuple(part.view(*y_QBH.shape[:2], *part.shape[1:]) for part in parts)
+
+    def _mlp(self, y_QBH: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.down_proj(F.silu(self.gate_proj(y_QBH)) * self.up_proj(y_QBH))
+        return added
 
 
 def _mixed(
@@ -149,10 +160,12 @@ class DraftNetwork(nn.Module):
             self.register_buffer("draft_tokens", torch.arange(config.draft_vocab_size))
         if config.kind == "dspark":
             # Tokens that it cannot guess share one row behind the others.
-            self.markov_embed = nn.Embedding(config.guessable + bool(config.draft_vocab_size), config.markov_rank)
+            self.markov_embed: nn.Module = nn.Embedding(
+                config.guessable + bool(config.draft_vocab_size), config.markov_rank
+            )
             self.markov_head = nn.Linear(config.markov_rank, config.guessable, bias=False)
             self.confidence_head = nn.Linear(config.hidden_size + config.markov_rank, 1, bias=False)
-            nn.init.normal_(self.markov_embed.weight, std=0.02)
+            nn.init.normal_(self.get_parameter("markov_embed.weight"), std=0.02)
             nn.init.zeros_(self.markov_head.weight)
             nn.init.zeros_(self.confidence_head.weight)
         self.draft_tokens: torch.Tensor

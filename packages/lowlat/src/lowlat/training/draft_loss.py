@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.speculative.device_draft import SHARPNESS
+from lowlat.speculative.draft_files import DraftFileError
 from lowlat.speculative.draft_heads import edge_scores
 from lowlat.speculative.draft_network import Attend, DraftNetwork, capped
 from lowlat.training.target import Target, Written
@@ -75,8 +76,12 @@ def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: 
     input_QB = torch.full((sequences * anchors, config.block_size), config.mask_token_id, device=device)
     input_QB[:, 0] = tokens_ST.gather(1, anchors_SA).flatten()
     x_QBH = target.embed(input_QB.flatten()).view(*input_QB.shape, -1)
-    attend = _attend(context, anchors_SA, config.block_size, length, config.sliding_window)
-    h_QBH = network.block(x_QBH, places_SAB.flatten(0, 1), attend)
+    shaped = [
+        (keys.view(sequences, length, *keys.shape[1:]), values.view(sequences, length, *values.shape[1:]))
+        for keys, values in context
+    ]
+    looks = attend(shaped, anchors_SA, written.begin_S, config.sliding_window)
+    h_QBH = network.block(x_QBH, places_SAB.flatten(0, 1), looks)
     h_QPH = h_QBH[:, 0 if config.kind == "dspark" else 1 :]
     wanted_SAP = anchors_SA[..., None] + 1 + torch.arange(config.proposals, device=device)
     known_QP = (wanted_SAP < tokens_ST.shape[1]).flatten(0, 1)
@@ -87,14 +92,19 @@ def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: 
     before_QP = torch.cat([network.places(input_QB[:, :1]), wanted_QP[:, :-1]], 1)
     normed_QPH = network.norm(h_QPH)
     flat_RH = normed_QPH.flatten(0, 1)
-    logits_QPV = capped(target.head(flat_RH, network.vocabulary), config).view(*wanted_QP.shape, -1)
     confidence_QP = unary_QPV = None
     if config.kind == "dspark":
+        if config.output_multiplier != 1.0 or config.final_logit_softcapping is not None:
+            raise DraftFileError("a draft whose logits are capped is not trained here")
         before_QPE = network.markov_embed(before_QP)
-        biased = (logits_QPV.flatten(0, 1), before_QPE.flatten(0, 1).to(logits_QPV.dtype))
-        logits_QPV = torch.addmm(*biased, network.markov_head.weight.t().to(logits_QPV.dtype)).view_as(logits_QPV)
+        head_VH, bias_VE = target.head_of(network.vocabulary), network.markov_head.weight
+        low = (flat_RH.to(head_VH.dtype), before_QPE.flatten(0, 1).to(head_VH.dtype), bias_VE.to(head_VH.dtype))
+        scores_RV: torch.Tensor = _Biased.apply(*low, head_VH)  # type: ignore[no-untyped-call]
+        logits_QPV = scores_RV.view(*wanted_QP.shape, -1)
         joined = torch.cat([h_QPH.detach(), before_QPE.detach().to(h_QPH.dtype)], -1)
         confidence_QP = network.confidence_head(joined)[..., 0]
+    else:
+        logits_QPV = capped(target.head(flat_RH, network.vocabulary), config).view(*wanted_QP.shape, -1)
     if config.kind == "dflash2":
         flat = (logits_QPV.flatten(0, 1), flat_RH, before_QP.flatten())
         scores, candidates = edge_scores(network, *flat)
@@ -109,7 +119,7 @@ def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: 
         wanted_QP,
         known_QP,
         written.temperature_S.repeat_interleave(anchors),
-        (anchors_SA >= written.prompt_tokens - 1).flatten(),
+        (anchors_SA >= written.prompt_S[:, None] - 1).flatten(),
         confidence_QP,
         unary_QPV,
     )
@@ -177,8 +187,8 @@ class _Objective(torch.autograd.Function):
         heats_QC = torch.stack([1 / tau_Q, SHARPNESS / tau_Q, 1 / temperature_Q.clamp(min=_GREEDY)], 1).float()
         heats_RC = heats_QC.repeat_interleave(weights_QP.shape[1], 0)
         scores_RV, target_RV = scores_QPV.detach().flatten(0, 1), target_QPV.flatten(0, 1)
-        kernels = _kernels(scores_QPV.device)
-        found_RC: torch.Tensor = kernels.likeness(scores_RV, target_RV, heats_RC)
+        kernels, asked = _kernels(scores_QPV.device), {"cross": accepting < 1, "overlap": accepting > 0}
+        found_RC: torch.Tensor = kernels.likeness(scores_RV, target_RV, heats_RC, **asked)
         overlap_QP = found_RC[:, 1].view_as(weights_QP)
         distance_QP = found_RC[:, 0].view_as(weights_QP) * tau_Q[:, None]
         reached_QP = (overlap_QP * (weights_QP > 0)).cumprod(1)
@@ -189,7 +199,7 @@ class _Objective(torch.autograd.Function):
         tokens_Q = 1 + reached_QP.sum(1)
         each_Q1 = (accepting / len(tokens_Q) / tokens_Q)[:, None]
         weights_RC = torch.stack([(1 - accepting) * weights_QP, each_Q1 * later_QP], -1).flatten(0, 1).float()
-        slope_RV = kernels.slope_(scores_RV, target_RV, heats_RC, found_RC, weights_RC.contiguous())
+        slope_RV = kernels.slope_(scores_RV, target_RV, heats_RC, found_RC, weights_RC.contiguous(), **asked)
         ctx.save_for_backward(slope_RV.view_as(scores_QPV))
         distance = (distance_QP * weights_QP).sum()
         return (1 - accepting) * distance - accepting * tokens_Q.log().mean()
@@ -210,23 +220,59 @@ def _kernels(device: torch.device) -> Any:
     return plain
 
 
-def _attend(
-    context: list[tuple[torch.Tensor, torch.Tensor]], anchors_SA: torch.Tensor, block: int, length: int, window: int
+class _Biased(torch.autograd.Function):
+    """The target's head on states and the Markov head's bias, in one product; the target does not learn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, normed_RH: torch.Tensor, before_RE: torch.Tensor, bias_VE: torch.Tensor, head_VH: torch.Tensor
+    ) -> torch.Tensor:
+        whole_VX = torch.cat([head_VH, bias_VE], 1)
+        ctx.save_for_backward(before_RE, whole_VX)
+        return torch.cat([normed_RH, before_RE], 1) @ whole_VX.t()
+
+    @staticmethod
+    def backward(ctx: Any, slope_RV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        before_RE, whole_VX = ctx.saved_tensors
+        inner = whole_VX.shape[1] - before_RE.shape[1]
+        slope_RX = slope_RV @ whole_VX
+        return slope_RX[:, :inner], slope_RX[:, inner:], slope_RV.t() @ before_RE, None
+
+
+def attend(
+    context: list[tuple[torch.Tensor, torch.Tensor]], anchors_SA: torch.Tensor, begins_S: torch.Tensor, window: int
 ) -> Attend:
-    """Rows of a block see their sequence's tokens before the anchor, and their own block."""
+    """Rows of a block see their sequence's tokens before the anchor, and their own block. `context`: keys and values
+    [S, T, K, D] of every layer; `window`: so many tokens before the anchor, 0: all."""
+    if anchors_SA.device.type == "cuda":
+        from lowlat.layers.triton.block_attention import block_attention
+
+        def by_kernel(layer: int, q_QBND: torch.Tensor, k_QBKD: torch.Tensor, v_QBKD: torch.Tensor) -> torch.Tensor:
+            return block_attention(q_QBND, context[layer], (k_QBKD, v_QBKD), anchors_SA, begins_S, window)
+
+        return by_kernel
+    return attend_plainly(context, anchors_SA, begins_S, window)
+
+
+def attend_plainly(
+    context: list[tuple[torch.Tensor, torch.Tensor]], anchors_SA: torch.Tensor, begins_S: torch.Tensor, window: int
+) -> Attend:
+    """The same with a mask over whole sequences."""
     sequences, anchors = anchors_SA.shape
-    device = anchors_SA.device
-    places = torch.arange(length, device=device)
-    seen_SAT = places < anchors_SA[..., None]
+    places = torch.arange(context[0][0].shape[1], device=anchors_SA.device)
+    seen_SAT = (places < anchors_SA[..., None]) & (places >= begins_S[:, None, None])
     if window:
         seen_SAT &= places >= anchors_SA[..., None] - window
-    own_AA = torch.eye(anchors, dtype=torch.bool, device=device).repeat_interleave(block, 0).repeat_interleave(block, 1)
-    mask_SXY = torch.cat([seen_SAT.repeat_interleave(block, 1), own_AA.expand(sequences, -1, -1)], 2)
 
-    def attend(layer: int, q_QBND: torch.Tensor, k_QBKD: torch.Tensor, v_QBKD: torch.Tensor) -> torch.Tensor:
-        def whole(part_RKD: torch.Tensor, own_QBKD: torch.Tensor) -> torch.Tensor:
+    def plainly(layer: int, q_QBND: torch.Tensor, k_QBKD: torch.Tensor, v_QBKD: torch.Tensor) -> torch.Tensor:
+        block = q_QBND.shape[1]
+        own_AA = torch.eye(anchors, dtype=torch.bool, device=places.device)
+        own_AA = own_AA.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        mask_SXY = torch.cat([seen_SAT.repeat_interleave(block, 1), own_AA.expand(sequences, -1, -1)], 2)
+
+        def whole(part_STKD: torch.Tensor, own_QBKD: torch.Tensor) -> torch.Tensor:
             heads, dim = own_QBKD.shape[2:]
-            parts = [part_RKD.view(sequences, length, heads, dim), own_QBKD.reshape(sequences, -1, heads, dim)]
+            parts = [part_STKD, own_QBKD.reshape(sequences, -1, heads, dim)]
             return torch.cat(parts, 1).transpose(1, 2).repeat_interleave(q_QBND.shape[2] // heads, 1)
 
         keys, values = context[layer]
@@ -236,4 +282,4 @@ def _attend(
         )
         return mixed.transpose(1, 2).reshape(q_QBND.shape)
 
-    return attend
+    return plainly

@@ -33,7 +33,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Of the longest prompts; others have a half or a third."""
     answer_tokens: int = 128
     alone_tokens: int = 0
-    """Every third writing has no prompts: the target talks to itself, for so many tokens. 0: none has."""
+    """Every sixth writing has no prompts: the target talks to itself, for so many tokens. 0: none has."""
     temperatures: tuple[float, ...] = (0.0, 0.8)
     """The target writes with these in turn."""
     block_size: int = 6
@@ -42,6 +42,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int = 1024
     rank: int = 48
     """Of the Markov head or the candidate selector."""
+    derived: int = 0
+    """Width of a network that makes the Markov head's tokens of the target's embeddings; 0: they are a table."""
     vocabulary: int = 0
     """Tokens that the draft can guess, the most frequent of the texts; 0: all."""
     window: int = 0

@@ -6,7 +6,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,19 +55,14 @@ class Written(NamedTuple):
     last_STH: torch.Tensor
     """Normed last states at every token but the last: the target's head makes the next token's logits of them."""
     temperature_S: torch.Tensor
-    prompt_tokens: int
-    """Tokens of each prompt's end that are here."""
+    prompt_S: torch.Tensor
+    """Place of the first token that the target chose."""
+    begin_S: torch.Tensor
+    """Place of the first token: nothing stands before it."""
 
-    @classmethod
-    def joined(cls, parts: Sequence[Written], rows: Sequence[torch.Tensor]) -> Written:
-        """Some sequences (`rows`) of each of several, all of one shape."""
-
-        def some(name: str) -> torch.Tensor:
-            pairs = zip(parts, rows, strict=True)
-            return torch.cat([getattr(part, name).index_select(0, rows_S) for part, rows_S in pairs])
-
-        tensors = {name: some(name) for name in cls._fields if name != "prompt_tokens"}
-        return cls(**tensors, prompt_tokens=parts[0].prompt_tokens)
+    def rows(self, rows_S: torch.Tensor) -> Written:
+        """Some of the sequences."""
+        return Written(*(part.index_select(0, rows_S) for part in self))
 
 
 class Target:
@@ -94,12 +88,15 @@ class Target:
 
     def head(self, normed_RH: torch.Tensor, tokens_V: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [R, V] of normed states, of `tokens_V` alone if given; gradients reach the states."""
-        weight = self._head_VH
-        if tokens_V is not None:
-            if self._head_of is None or self._head_of[0] is not tokens_V:
-                self._head_of = (tokens_V, weight.index_select(0, tokens_V).contiguous())
-            weight = self._head_of[1]
-        return F.linear(normed_RH.to(self.dtype), weight)
+        return F.linear(normed_RH.to(self.dtype), self.head_of(tokens_V))
+
+    def head_of(self, tokens_V: torch.Tensor | None) -> torch.Tensor:
+        """The head's rows [V, H] of some tokens; None: all."""
+        if tokens_V is None:
+            return self._head_VH
+        if self._head_of is None or self._head_of[0] is not tokens_V:
+            self._head_of = (tokens_V, self._head_VH.index_select(0, tokens_V).contiguous())
+        return self._head_of[1]
 
     @torch.no_grad()
     def write(
@@ -144,7 +141,8 @@ class Target:
             valid_ST[:, skipped:].contiguous(),
             F.rms_norm(last_STH, last_STH.shape[-1:], self.model.norm_H, self.config.rms_norm_eps),
             torch.full((sequences,), temperature, device=self.device),
-            prompt - skipped,
+            torch.full((sequences,), prompt - skipped, device=self.device),
+            torch.zeros(sequences, dtype=torch.int64, device=self.device),
         )
 
     def _pool_of(self, slots: int) -> KVPool:

@@ -6,7 +6,6 @@ import json
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 
 from lowlat.engine.build import eos_ids
 from lowlat.models.loading.checkpoint import open_checkpoint
+from lowlat.speculative.derived_tokens import DOWN, UP, DerivedTokens
 from lowlat.speculative.draft_files import (
     DraftConfig,
     DraftFileError,
@@ -24,6 +24,8 @@ from lowlat.speculative.draft_files import (
     save_draft,
 )
 from lowlat.speculative.draft_network import DraftNetwork
+from lowlat.training.bank import Bank
+from lowlat.training.compiled import compiled
 from lowlat.training.draft_loss import blocks, loss_of
 from lowlat.training.graphs import StepGraphs
 from lowlat.training.muon import Muon
@@ -41,12 +43,11 @@ _TELL_S = 2.0
 _LOOKED_AT = 23
 """One in so many blocks of a step is looked at for acceptance, and teaches confidence."""
 _ALONE_TEMPERATURE = 0.9
+_ALONE_EVERY = 6
 _FRAME = 256
 """More tokens than stand before a chat's first words."""
 _SPAN = 192
 """Tokens at a prompt's end that can be anchors."""
-_MIXED = 8
-"""Most writings that a step's sequences come from."""
 _WRITTEN = 20
 """Tokens of the target count so many times those of the texts, in the choice of what can be guessed."""
 _COMMON = 2e-5
@@ -73,9 +74,7 @@ def train(recipe: Recipe, output: Path, tell: Tell) -> list[Measured]:
     files = Texts([Path(path) for path in recipe.data], recipe.hold_out)
     prompts = Prompts(files.training, tokenizer, chat, recipe.prompt_tokens, recipe.seed, anywhere=True)
     torch.manual_seed(recipe.seed)
-    network = DraftNetwork(config, room)
-    # States of a new draft point anywhere: at full size the target's head would be very sure of very wrong tokens.
-    torch.nn.init.constant_(network.norm.weight, _FIRST_NORM)
+    network = new_network(recipe, config, room)
     network.to(device)
     training = Training(recipe, target, network, frozenset(eos_ids(checkpoint)))
     training.run(prompts, tell)
@@ -130,6 +129,16 @@ def shape_of(recipe: Recipe, target: Target) -> DraftConfig:
     )
 
 
+def new_network(recipe: Recipe, config: DraftConfig, room: int) -> DraftNetwork:
+    """Of random weights, for sequences of `room` tokens."""
+    network = DraftNetwork(config, room)
+    if recipe.derived and config.kind == "dspark":
+        network.markov_embed = DerivedTokens(config, recipe.derived)
+    # States of a new draft point anywhere: at full size the target's head would be very sure of very wrong tokens.
+    torch.nn.init.constant_(network.norm.weight, _FIRST_NORM)
+    return network
+
+
 class Training:
     """One draft's training: the target's writings, the steps, and what is measured after them."""
 
@@ -141,7 +150,9 @@ class Training:
         if recipe.start is not None:
             self.factors_X = _begin(network, Path(recipe.start))
         self._generator = torch.Generator(target.device).manual_seed(recipe.seed)
-        self._kept: deque[Written] = deque(maxlen=recipe.kept)
+        longest = min(recipe.prompt_tokens, self._kept_tokens() or recipe.prompt_tokens) + recipe.answer_tokens
+        longest = max(longest, _FRAME + recipe.alone_tokens if recipe.alone_tokens else 0)
+        self.bank = Bank(recipe.kept, longest)
         self._writings = self._prompted = 0
         # Matrices between states go by Muon, which needs far fewer steps; rows of tokens and norms by AdamW.
         inner = [weight for name, weight in network.named_parameters() if _inner(name, weight)]
@@ -154,6 +165,7 @@ class Training:
             others, lr=self._rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True, capturable=on_gpu
         )
         self._graphs = StepGraphs(self._learn) if on_gpu else None
+        self._fast = compiled(network) if on_gpu else network
 
     def run(self, prompts: Prompts, tell: Tell) -> None:
         """Write and learn until steps or seconds are over."""
@@ -180,20 +192,13 @@ class Training:
                 tell(Progress(self.steps, done, float(loss), right, passed, writing))
 
     def _prepare(self, prompts: Prompts) -> None:
-        """Choose the tokens that can be guessed, and scale features, by what the target writes."""
+        """Choose the tokens that can be guessed by what the target writes."""
         network, vocabulary = self._network, self._network.config.vocab_size
-        if self.factors_X is not None:
-            return
-        while len(self._kept) < min(len(self._recipe.temperatures), self._recipe.kept):
+        while len(self.bank) < min(len(self._recipe.temperatures), self._recipe.kept):
             self._write(prompts)
-        self.factors_X = 1 / self._kept[0].features_STX.abs().mean((0, 1), dtype=torch.float32).clamp(min=1e-6)
-        for of in self._kept:
-            of.features_STX.mul_(self.factors_X)
-        if network.vocabulary is not None:
+        if network.vocabulary is not None and self._recipe.start is None:
             counts_V = prompts.counts(vocabulary)
-            for of in self._kept:
-                tokens = of.tokens_ST[:, of.prompt_tokens :].cpu().flatten()
-                counts_V += _WRITTEN * tokens.bincount(minlength=vocabulary)
+            counts_V += _WRITTEN * self.bank.tokens().cpu().bincount(minlength=vocabulary)
             network.draft_tokens.copy_(_most_common(counts_V, network.config.draft_vocab_size))
         if network.config.kind == "dspark":
             self._place_tokens()
@@ -202,7 +207,12 @@ class Training:
     def _place_tokens(self) -> None:
         """Begin with tokens of the Markov head where the target's embedding has them, in its widest directions: like
         tokens begin alike, and rare ones know something from the start."""
-        known, embed = self._network.vocabulary, self._network.markov_embed.weight
+        known, places = self._network.vocabulary, self._network.markov_embed
+        if isinstance(places, DerivedTokens):
+            places.embed(self._network.config, known, self._target.embed)
+        if not isinstance(places, torch.nn.Embedding) or self._recipe.start is not None:
+            return
+        embed = places.weight
         tokens = torch.arange(len(embed), device=embed.device) if known is None else known
         rows_VH = self._target.embed(tokens).float()
         rows_VH = rows_VH - rows_VH.mean(0)
@@ -214,7 +224,7 @@ class Training:
         recipe = self._recipe
         count = recipe.writes * recipe.sequences
         self._writings += 1
-        if recipe.alone_tokens and self._writings % 3 == 0:
+        if recipe.alone_tokens and self._writings % _ALONE_EVERY == 0:
             opening = prompts.openings(count)
             written = self._written(opening, recipe.alone_tokens, _ALONE_TEMPERATURE, self._generator, frozenset())
         else:
@@ -225,7 +235,7 @@ class Training:
             self._prompted += 1
             drawn = prompts.draw(length, count, recipe.sessions)
             written = self._written(drawn, recipe.answer_tokens, temperature, self._generator, self._ends)
-        self._kept.append(written)
+        self.bank.put(written)
         self._wait()
 
     def _wait(self) -> None:
@@ -240,42 +250,37 @@ class Training:
         generator: torch.Generator,
         ends: frozenset[int],
     ) -> Written:
-        recipe, layers = self._recipe, self._network.config.target_layer_ids
-        kept = recipe.window + _SPAN if recipe.window else None
-        written = self._target.write(drawn, tokens, temperature, layers, ends, generator, kept)
-        if self.factors_X is not None:
-            written.features_STX.mul_(self.factors_X)
+        layers = self._network.config.target_layer_ids
+        written = self._target.write(drawn, tokens, temperature, layers, ends, generator, self._kept_tokens())
+        if self.factors_X is None:
+            self.factors_X = 1 / written.features_STX.abs().mean((0, 1), dtype=torch.float32).clamp(min=1e-6)
+        written.features_STX.mul_(self.factors_X)
         return written
 
-    def _batch(self) -> Written:
-        """Sequences of some writings of one shape, in equal parts."""
-        draw = random.Random(self.steps)
-        shape = draw.choice(self._kept).tokens_ST.shape
-        alike = [written for written in self._kept if written.tokens_ST.shape == shape]
-        chosen = draw.sample(alike, min(_MIXED, len(alike)))
-        rows = []
-        for index, written in enumerate(chosen):
-            share = self._recipe.sequences * (index + 1) // len(chosen)
-            share -= self._recipe.sequences * index // len(chosen)
-            order = torch.randperm(len(written.tokens_ST), generator=self._generator, device=self._target.device)
-            rows.append(order[:share])
-        return Written.joined(chosen, rows)
+    def _kept_tokens(self) -> int | None:
+        """Tokens of a prompt that are of use; None: all."""
+        return self._recipe.window + _SPAN if self._recipe.window else None
 
     def _step(self, done: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Learn once; loss, and what was right and known of the blocks that were looked at."""
         recipe = self._recipe
         self._rate.fill_(recipe.learning_rate * min(1.0, (done + 1e-3) / _WARM) * _cooling(done, recipe.cooling))
-        written = self._batch()
-        anchors_SA = draw_anchors(written, recipe.anchors, self._generator, recipe.text_anchors)
+        written = self.bank.written
+        assert written is not None
+        rows_S = self.bank.draw(recipe.sequences, random.Random(self.steps))
+        ends = written.valid_ST[rows_S], written.prompt_S[rows_S], written.begin_S[rows_S]
+        anchors_SA = draw_anchors(*ends, recipe.anchors, self._generator, recipe.text_anchors)
         accepting = recipe.accepting if done > 1 - recipe.cooling else 0.0
         learn = self._learn if self._graphs is None else self._graphs.run
-        return learn(written, anchors_SA, accepting)
+        return learn(rows_S, anchors_SA, accepting)
 
     def _learn(
-        self, written: Written, anchors_SA: torch.Tensor, accepting: float
+        self, rows_S: torch.Tensor, anchors_SA: torch.Tensor, accepting: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The device's part of a step: it never waits for the device."""
-        network, target = self._network, self._target
+        network, target, written = self._fast, self._target, self.bank.written
+        assert written is not None
+        written = written.rows(rows_S)
         low = target.dtype == torch.bfloat16
         with torch.autocast(target.device.type, torch.bfloat16, enabled=low, cache_enabled=False):
             found = blocks(network, target, written, anchors_SA)
@@ -307,7 +312,7 @@ class Training:
         target, steps = self._target, []
         for written in parts:
             sequences = len(written.tokens_ST)
-            every = torch.arange(written.prompt_tokens, written.tokens_ST.shape[1] - self._network.config.proposals)
+            every = torch.arange(int(written.prompt_S[0]), written.tokens_ST.shape[1] - self._network.config.proposals)
             rights, wholes = [], []
             for part in torch.split(every, 16):
                 anchors_SA = part.to(target.device).expand(sequences, -1)
@@ -334,17 +339,23 @@ def walked(accepted_SA: torch.Tensor) -> torch.Tensor:
     return begins_SA
 
 
-def draw_anchors(written: Written, count: int, generator: torch.Generator, texts: int = 0) -> torch.Tensor:
+def draw_anchors(
+    valid_ST: torch.Tensor,
+    prompt_S: torch.Tensor,
+    begin_S: torch.Tensor,
+    count: int,
+    generator: torch.Generator,
+    texts: int = 0,
+) -> torch.Tensor:
     """Places [S, A] of anchors: the last token of the prompt, or a token of the answer before its end; the last
     `texts` of them tokens of the prompt, if that is long."""
-    first, last = written.prompt_tokens - 1, written.tokens_ST.shape[1] - 2
-    lengths_S = (written.valid_ST.sum(1) - 2).clamp(min=first, max=last)
-    random_SA = torch.rand(len(lengths_S), count, generator=generator, device=lengths_S.device)
-    places_SA = first + (random_SA * (lengths_S - first + 1)[:, None]).long()
-    earliest = max(0, first - _SPAN)
-    if first - earliest == _SPAN:
-        places_SA[:, count - texts :] = (earliest + random_SA[:, count - texts :] * (first - earliest)).long()
-    return places_SA
+    first_S = prompt_S - 1
+    lengths_S = (valid_ST.sum(1) - 2).clamp(max=valid_ST.shape[1] - 2).maximum(first_S)
+    random_SA = torch.rand(len(first_S), count, generator=generator, device=first_S.device)
+    places_SA = first_S[:, None] + (random_SA * (lengths_S - first_S + 1)[:, None]).long()
+    in_text_SA = (first_S - _SPAN)[:, None] + (random_SA * _SPAN).long()
+    is_text_SA = (torch.arange(count, device=first_S.device) >= count - texts) & (first_S - begin_S >= _SPAN)[:, None]
+    return torch.where(is_text_SA, in_text_SA, places_SA)
 
 
 def _begin(network: DraftNetwork, folder: Path) -> torch.Tensor:
@@ -365,7 +376,7 @@ def _lengths(longest: int) -> tuple[int, ...]:
 
 
 def _inner(name: str, weight: torch.Tensor) -> bool:
-    return weight.dim() == 2 and (name.startswith("layers.") or name == "fc.weight")
+    return weight.dim() == 2 and (name.startswith("layers.") or name in ("fc.weight", UP, DOWN))
 
 
 def _cooling(done: float, part: float) -> float:
