@@ -27,11 +27,13 @@ def test_likeness_and_its_slope(vocabulary):
     scores, target = scores.bfloat16(), (target + scores).bfloat16()
     heats = 0.5 + 2 * torch.rand(300, 3, device="cuda")
     weights = torch.rand(300, 2, device="cuda")
-    found, expected = overlap.likeness(scores, target, heats), plain.likeness(scores, target, heats)
-    torch.testing.assert_close(found[:, :2], expected, atol=1e-3, rtol=1e-3)
-    wanted = plain.slope_(scores.clone(), target, heats, expected, weights).float()
-    slope = overlap.slope_(scores, target, heats, found, weights).float()
-    torch.testing.assert_close(slope, wanted, atol=1e-4, rtol=2e-2)
+    wanted = torch.randint(0, vocabulary + 1, (300,), device="cuda")
+    for asked in ({}, {"cross": False}, {"match": False}):
+        found, expected = (of.likeness(scores, target, wanted, heats, **asked) for of in (overlap, plain))
+        torch.testing.assert_close(found[:, :2], expected, atol=1e-3, rtol=1e-3)
+        expected = plain.slope_(scores.clone(), target, heats, expected, weights, wanted, **asked).float()
+        slope = overlap.slope_(scores.clone(), target, heats, found, weights, wanted, **asked).float()
+        torch.testing.assert_close(slope, expected, atol=1e-4, rtol=2e-2)
 
 
 @pytest.mark.parametrize("window", [0, 256])

@@ -34,20 +34,15 @@ def test_likeness_and_its_slope(vocabulary: int):
     scores[3] *= 6
     heats = 0.5 + 4 * torch.rand(7, 3, generator=generator)
     weights = torch.rand(7, 2, generator=generator)
-    found, expected = overlap.likeness(scores, target, heats), plain.likeness(scores, target, heats)
-    torch.testing.assert_close(found[:, :2], expected, atol=1e-4, rtol=1e-4)
-    wanted = plain.slope_(scores.clone(), target, heats, expected, weights)
-    mine = overlap.slope_(scores.clone(), target, heats, found, weights)
-    torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-3)
-    for asked in ({"cross": False}, {"overlap": False}):
-        found, expected = (
-            overlap.likeness(scores, target, heats, **asked),
-            plain.likeness(scores, target, heats, **asked),
-        )
+    wanted = torch.randint(0, vocabulary + 1, (7,), generator=generator)
+    wanted[2], wanted[4] = target[2].argmax(), vocabulary
+    for asked in ({}, {"cross": False}, {"match": False}):
+        found, expected = (of.likeness(scores, target, wanted, heats, **asked) for of in (overlap, plain))
         torch.testing.assert_close(found[:, :2], expected, atol=1e-4, rtol=1e-4)
-        wanted = plain.slope_(scores.clone(), target, heats, expected, weights, **asked)
-        mine = overlap.slope_(scores.clone(), target, heats, found, weights, **asked)
-        torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-3)
+        aims = (scores.clone(), target, heats, expected, weights, wanted)
+        expected = plain.slope_(*aims, **asked)
+        mine = overlap.slope_(scores.clone(), target, heats, found, weights, wanted, **asked)
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("window", [0, 40, 100])

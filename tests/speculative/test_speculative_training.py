@@ -25,6 +25,7 @@ from lowlat.speculative.draft_files import load_draft
 from lowlat.speculative.proposer import DraftRequest
 from lowlat.training.draft_loss import blocks, loss_of
 from lowlat.training.muon import orthogonal
+from lowlat.training.overlap import likeness
 from lowlat.training.target import Target
 from lowlat.training.texts import Prompts, TextError, Texts, conversations
 from lowlat.training.train_draft import draw_anchors, walked
@@ -156,8 +157,15 @@ def test_the_slope_is_that_of_the_loss(target: Target, accepting: float):
     weights = torch.exp(-torch.arange(scores.shape[1]) / 3) * found.known_QP
     cross = -((target_QPV / tau).softmax(-1) * (scores / tau).log_softmax(-1)).sum(-1) * tau[..., 0]
     its = (target_QPV / found.temperature_Q.clamp(min=0.1)[:, None, None]).softmax(-1)
-    alike = torch.minimum((scores * SHARPNESS / tau).softmax(-1), its).sum(-1)
-    accepted = (alike * found.known_QP).cumprod(1).sum(1)
+    mine = (scores * SHARPNESS / tau).softmax(-1)
+
+    def given(token):
+        there = [of.gather(2, token[..., None]) for of in (its, mine)]
+        return 1 / torch.maximum(its, mine * there[0] / there[1]).sum(-1)
+
+    best = its.argmax(-1)
+    match = its.amax(-1) * given(best) + (found.wanted_QP != best) * given(found.wanted_QP)
+    accepted = (match * found.known_QP).cumprod(1).sum(1)
     loss = (1 - accepting) * (cross * weights).sum() / weights.sum() - accepting * accepted.log1p().mean()
     torch.testing.assert_close(got, loss)
     torch.testing.assert_close(slope, torch.autograd.grad(loss, scores)[0], atol=1e-5, rtol=1e-3)
@@ -245,6 +253,17 @@ def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path):
     result = CliRunner().invoke(main.app, command)
     assert result.exit_code == 2
     assert "to train on" in result.output
+
+
+def test_chance_that_both_draw_the_same_token():
+    """Averaged over what the target draws, against draws with shared noise."""
+    generator = torch.Generator().manual_seed(5)
+    scores, target = torch.randn(2, 6, generator=generator).log_softmax(-1)
+    noise = -torch.empty(200_000, 6).exponential_(generator=generator).log()
+    drawn = (target + noise).argmax(-1)
+    rows = [of.expand(len(drawn), -1) for of in (scores, target)]
+    chance = likeness(*rows, drawn, torch.ones(len(drawn), 3))[:, 1].mean()
+    assert float(chance) == pytest.approx(float(((scores + noise).argmax(-1) == drawn).float().mean()), abs=5e-3)
 
 
 def test_updates_of_matrices_have_singular_values_near_one():
