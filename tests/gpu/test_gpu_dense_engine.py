@@ -13,10 +13,8 @@ from lowlat.bench.random_checkpoint import RandomCheckpoint
 from lowlat.engine.build import build_rank, make_executor, make_scheduler
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
-from lowlat.engine.device_speculation import Checks
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.parallel.group import SingleRank
-from lowlat.speculative.proposer import Proposal
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -139,7 +137,7 @@ def test_guesses_are_checked_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     runner: Any = core.executor._runner  # type: ignore[attr-defined]
     requests = [(prompt(3, 23) * 6, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True))]
     with monkeypatch.context() as none:
-        none.setattr(runner.verifier.speculation, "plan", lambda of, size: Checks(1, [Proposal() for _ in of]))
+        none.setattr(runner.verifier.speculation, "plan", lambda of, size: 1)
         expected = answers(core, requests)[0]
     assert core.scheduler.stats.guessed_tokens == 0
     found = answers(core, requests)[0]

@@ -49,6 +49,15 @@ def test_walks(dtype):
     check_walks(walk, 49152, dtype, "cuda")
 
 
+@pytest.mark.parametrize("count", [1, 7])
+def test_finds(count):
+    from verify_cases import check_finds
+
+    from lowlat.layers.triton.history import find_again
+
+    check_finds(find_again, count, "cuda")
+
+
 @pytest.mark.parametrize("rows", [2, 7, 16])
 @pytest.mark.parametrize(("width", "outputs", "gated"), [(576, 960, False), (576, 1536, True), (1536, 576, False)])
 def test_products_of_rows(rows, width, outputs, gated):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from verify_cases import block_case, blocks_by_hand, check_draws, check_verification, check_walks
+from verify_cases import block_case, blocks_by_hand, check_draws, check_finds, check_verification, check_walks
 
+from lowlat.layers import history
 from lowlat.layers.device_reference import ReferenceOps
 from lowlat.layers.triton.drawing import draw, walk
+from lowlat.layers.triton.history import find_again
 from lowlat.layers.triton_ops import TritonOps
 
 
@@ -21,6 +23,12 @@ def test_draws(vocabulary):
 
 def test_walks():
     check_walks(walk, 1200, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_finds(count):
+    check_finds(history.find_again, count, "cpu")
+    check_finds(find_again, count, "cpu")
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 8])

@@ -24,6 +24,7 @@ from lowlat.layers.triton import (  # noqa: E402
     drawing,
     experts,
     filtering,
+    history,
     looped_product,
     norm,
     product,
@@ -175,11 +176,11 @@ def test_looped_products_fit(shape, width, gate, norm, target, tmp_path):
 def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
     """The kernels around a step's forward."""
     wide = dict.fromkeys(
-        ["slots_ptr", "positions_ptr", "seeds_ptr", "tokens_ptr", "lengths_ptr", "ends_ptr", "widths_ptr",
+        ["slots_ptr", "positions_ptr", "seeds_ptr", "tokens_ptr", "lengths_ptr", "ends_ptr", "widths_ptr", "best_ptr",
          "guesses_ptr", "counts_ptr", "wide_ptr", "ids_ptr", "before_ptr", "chosen_ptr", "forced_ptr",
          "result_ptr"], "*i64",
     )  # fmt: skip
-    types = wide | dict.fromkeys(["where_ptr", "pages_ptr", "narrow_ptr", "rows_ptr"], "*i32")
+    types = wide | dict.fromkeys(["where_ptr", "pages_ptr", "narrow_ptr", "rows_ptr", "history_ptr"], "*i32")
     types |= dict.fromkeys(["logits_ptr", "largest_ptr", "temperatures_ptr", "last_largest_ptr"], "*fp32")
     types |= dict.fromkeys(["score_ptr", "last_score_ptr"], "*fp64") | {"last_where_ptr": "*i32", "last_ptr": "*i64"}
     types |= dict.fromkeys(["embed_ptr", "head_ptr"], "*bf16")
@@ -187,6 +188,9 @@ def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
         [
             "tokens_stride",
             "last_stride",
+            "history_stride",
+            "stride",
+            "parts",
             "vocabulary",
             "chunks",
             "requests",
@@ -215,8 +219,10 @@ def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
             BLOCK_C=256,
         ),
         job(drawing.finish_kernel, 4, BROKEN=0, BLOCK_C=512, EARLY=False),
-        job(verify.begin_kernel, 1, PAGE=16, WIDTH=8, COUNTS=True, BLOCK_W=8, EARLY=False),
-        job(verify.accept_kernel, 1, WIDTH=8, FORCED=True, BLOCK_W=8, EARLY=False),
+        job(history.seek_kernel, 4, LONGEST=6, BLOCK=1024, EARLY=False),
+        job(history.follow_kernel, 1, COUNT=7, BLOCK_G=8, BLOCK_P=128, EARLY=False),
+        job(verify.begin_kernel, 1, PAGE=16, WIDTH=8, COUNTS=True, HISTORY=True, BLOCK_W=8, EARLY=False),
+        job(verify.accept_kernel, 1, WIDTH=8, FORCED=True, HISTORY=True, BLOCK_W=8, EARLY=False),
     ]
 
 

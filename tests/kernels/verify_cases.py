@@ -97,7 +97,7 @@ def slot_tables(device: str) -> SlotTables:
 
 
 def check_verification(ops: Any, plain: Any, width: int, device: str, *, counts: bool, forced: bool) -> None:
-    """Rows and what counts of them: the same rows, results and slots as `plain` operations give."""
+    """Rows and what counts of them: the same rows, results, slots and tokens of slots as `plain` operations give."""
     generator = torch.Generator().manual_seed(width)
     order = [3, 0, 5, 1, 4, 2, 5, 5]
     guesses_BG = torch.randint(0, 3, (8, width - 1), generator=generator)
@@ -110,6 +110,7 @@ def check_verification(ops: Any, plain: Any, width: int, device: str, *, counts:
     found = []
     for chosen_ops, where in ((plain, "cpu"), (ops, device)):
         tables = slot_tables(where)
+        tables.history_TL = torch.full((6, 60), -9, dtype=torch.int32, device=where)
         slots_B, guessed, count, chosen, force = (
             part if part is None else part.to(where)
             for part in (torch.tensor(order), guesses_BG, counts_B, chosen_R, forced_B)
@@ -117,13 +118,46 @@ def check_verification(ops: Any, plain: Any, width: int, device: str, *, counts:
         rows = chosen_ops.begin_rows(slots_B, tables, guessed, count)
         result = chosen_ops.accept(chosen, rows, slots_B, tables, guessed, force)
         parts = [getattr(rows, name).tolist() for name in rows.__struct_fields__]
-        found.append([*parts, result.tolist(), tables.tokens_T.tolist(), tables.lengths_T.tolist()])
+        history = tables.history_TL.tolist()
+        found.append([*parts, history, result.tolist(), tables.tokens_T.tolist(), tables.lengths_T.tolist()])
     assert found[0] == found[1]
     counted = [row[0] for row in found[0][-3]]
+    assert found[0][-4][0][9] == 11, "the newest token stands at its position"
+    assert set(found[0][-4][5]) == {-9}, "padding"
     assert counted[2] == counted[6] == counted[7] == 0, "padding"
     if width > 3 and not forced:
         assert max(counted) > 1
     assert found[0][-1][-1] == 0
+
+
+def check_finds(find_again: Any, count: int, device: str) -> None:
+    """What followed the longest run before, as the host's n-grams have it; few different tokens, so runs are many."""
+    from lowlat.speculative.ngram import NgramHistory
+
+    generator = torch.Generator().manual_seed(count)
+    lengths = [0, 1, 2, 7, 40, 1023, 1024, 1500]
+    tables = slot_tables(device)
+    slots = len(lengths)
+    history_TL = torch.randint(0, 3, (slots, 1540), generator=generator, dtype=torch.int32)
+    history_TL[2, :3], history_TL[7, 800:] = torch.tensor([1, 2, 3]), torch.arange(740) % 5
+    tokens = [history_TL[slot, : length + 1].tolist() for slot, length in enumerate(lengths)]
+    for slot, length in enumerate(lengths):
+        history_TL[slot, length:] = -9  # the newest token is not among them yet
+    tables.history_TL = history_TL.to(device)
+    tables.tokens_T = torch.tensor([of[-1] for of in tokens], device=device)
+    tables.lengths_T = torch.tensor(lengths, device=device)
+    order = [5, 0, 3, 7, 2, 6, 1, 4, 4]
+    guesses, counts = find_again(torch.tensor(order, device=device), tables, count)
+    assert guesses.shape == (len(order), count)
+    found = 0
+    for slot, row, known in zip(order, guesses.tolist(), counts.tolist(), strict=True):
+        history = NgramHistory()
+        history.observe(tokens[slot])
+        expected = history.propose(count).tokens
+        assert known == len(expected)
+        assert row[:known] == expected
+        found += known > 0
+    assert 5 <= found < len(order)
 
 
 def block_case(

@@ -95,9 +95,11 @@ def guesses_on_device(engine: Engine, prompt: list[int]) -> list[list[int]]:
 
     def recorded(slots_B, *others):
         lengths_B = tables.lengths_T[slots_B].tolist()
-        found = propose(slots_B, *others)
-        seen.extend([length, *row[:3]] for length, row in zip(lengths_B, found.tolist(), strict=True))
-        return found
+        guesses_BG, counts_B = propose(slots_B, *others)
+        known = lengths_B if counts_B is None else counts_B.tolist()
+        rows = zip(lengths_B, guesses_BG.tolist(), known, strict=True)
+        seen.extend([length, *row[:3]] for length, row, count in rows if count)
+        return guesses_BG, counts_B
 
     draft.propose = recorded
     engine.generate(prompt, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
@@ -111,10 +113,11 @@ def guesses_on_device(engine: Engine, prompt: list[int]) -> list[list[int]]:
         ("dflash2", {}),
         ("dspark", {}),
         ("dspark", {"sliding_window": 9, "draft_vocab_size": 60}),
+        ("ngram", {}),
     ],
 )
 def test_a_draft_guesses_on_the_device_what_it_guesses_on_the_host(target, tmp_path, monkeypatch, kind, changes):
-    draft = str(random_draft(tmp_path / kind, kind, **changes))
+    draft = None if kind == "ngram" else str(random_draft(tmp_path / kind, kind, **changes))
     prompt = [(7 * k) % VOCABULARY for k in range(19)]
     settings = {"model": str(target), "spec": kind, "draft": draft, "spec_width": 4, **SETTINGS, "run_ahead": 0}
     with Engine(**settings) as engine:
@@ -125,7 +128,7 @@ def test_a_draft_guesses_on_the_device_what_it_guesses_on_the_host(target, tmp_p
         theirs = guesses_on_host(engine, prompt)
     # Near its end a request is guessed fewer tokens on the host.
     whole = [row for row in theirs if len(row) == 4 and row[0] < 19 + 26]
-    assert len(whole) > 15
+    assert len(whole) > 10
     assert [row for row in mine if row[0] < 19 + 26] == whole
 
 

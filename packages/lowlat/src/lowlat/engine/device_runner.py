@@ -16,7 +16,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
@@ -239,8 +238,6 @@ class DeviceRunner:
         """A step that checks guesses. Of those in flight it is not known how many tokens they bring."""
         speculation = verifier.speculation
         launched = speculation.clock()
-        if speculation.ngrams is not None:
-            self._settle()
         slots, settings = plan.decodes, [self._slots.settings[slot] for slot in plan.decodes]
         size = padded_requests(len(slots), self._most)
         requests = [
@@ -248,14 +245,14 @@ class DeviceRunner:
             for slot in slots
         ]
         forced = None if speculation.simulated is None else speculation.simulate(requests)
-        checks = speculation.plan(requests, size)
+        width = speculation.plan(requests, size)
         for slot in slots:
-            self._slots.flying[slot] += checks.width
+            self._slots.flying[slot] += width
         longest = self._slots.longest(slots)
-        step = (slots, size, checks, self._slots.mode(slots), longest, forced)
+        step = (slots, size, width, self._slots.mode(slots), longest, forced)
         checked, again = None, None
         if self.kernels is not None:
-            route = self.kernels.route(plan, size, checks.width)
+            route = self.kernels.route(plan, size, width)
             if route.kernels:
                 try:
                     checked, again = verifier.run(*step, on_kernels=True), self._run_again
@@ -270,13 +267,12 @@ class DeviceRunner:
 
         def done(bursts: list[list[int]], rows: list[int]) -> tuple[float, float]:
             for index, (slot, burst) in enumerate(zip(slots, bursts, strict=True)):
-                self._slots.flying[slot] -= checks.width
+                self._slots.flying[slot] -= width
                 self._slots.grow(slot, len(burst))
                 self._slots.note(slot, burst, observers[index])
                 if settings[index].width > 1:
-                    proposal = None if checks.proposals is None else checks.proposals[index]
-                    speculation.judge(slot, burst, rows[index], proposal)
-            return speculation.time_step(launched, size, checks.width)
+                    speculation.judge(slot, burst, rows[index], width)
+            return speculation.time_step(launched, size, width)
 
         wanted = [setting.logprobs for setting in settings]
         return PendingChecks(plan.step, checked, slots, wanted, self.device, done, again)
@@ -445,8 +441,6 @@ class DeviceRunner:
             for slot, token, observe in zip(slots, tokens, observers, strict=True):
                 burst = [token] if token >= 0 else []
                 self._slots.note(slot, burst, observe)
-                if self.verifier is not None and self._slots.settings[slot].width > 1:
-                    self.verifier.speculation.judge(slot, burst, 1, None)
 
         wanted = self._slots.logprobs(slots)
         return PendingStep(plan.step, samples, slots, wanted, self.device, done, reads, again)
@@ -471,11 +465,6 @@ class DeviceRunner:
         result = self.host.run(plan)
         sampled = [chunk.slot for chunk in plan.chunks if chunk.sample] + plan.decodes
         touched = [chunk.slot for chunk in plan.chunks] + plan.decodes
-        tokens = iter(result.tokens)
-        for slot, count in zip(sampled, result.counts or [1] * len(sampled), strict=True):
-            burst = list(islice(tokens, count))
-            if self.verifier is not None and self._slots.settings[slot].width > 1:
-                self.verifier.speculation.judge(slot, burst, 1, None)
         self._slots.tokens, self._slots.lengths = self.host.state()
         self._state.set_lengths(touched, [self._slots.lengths[slot] for slot in touched])
         if sampled:

@@ -17,14 +17,14 @@ from lowlat.engine.batch import StepPlan
 from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import PendingStep, fetch
 from lowlat.engine.device_sampler import Samples, SamplingMode, choose
-from lowlat.engine.device_speculation import Checks, DeviceSpeculation
+from lowlat.engine.device_speculation import DeviceSpeculation
 from lowlat.engine.device_state import DeviceState, SlotLists, to_device
 from lowlat.engine.executor import StepResult
 from lowlat.engine.graphs import StepBodies
 from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.verify import VerifyRows
 from lowlat.models.device_decoder import DeviceDecoder
-from lowlat.speculative.proposer import Proposal
+from lowlat.speculative.device_draft import Guesses
 from lowlat.speculative.step_times import StepTimes
 
 _MEASURED = 4
@@ -53,8 +53,6 @@ class Verifier:
     ) -> None:
         self.speculation = speculation
         self._model, self._kv, self._state, self._lists, self._bodies = model, kv, state, lists, bodies
-        self._given: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        """By requests and width: guesses of the host, pinned, and their copy on the device; counts come first."""
         self._forced_B: dict[int, torch.Tensor] = {}
         self.kernels: DeviceKernels | None = None
         """Where a kernel library computes forwards."""
@@ -91,7 +89,7 @@ class Verifier:
         self,
         slots: list[int],
         size: int,
-        checks: Checks,
+        width: int,
         mode: SamplingMode,
         longest: int,
         forced: list[int] | None,
@@ -102,11 +100,8 @@ class Verifier:
 
         Raises `StepFailed` with `on_kernels`; nothing has advanced then.
         """
-        width = checks.width
         self._prepare(size, width, mode, on_kernels=on_kernels)
         self._lists.send(size, slots)
-        if checks.proposals is not None:
-            self._give(size, width, checks.proposals)
         if forced is not None:
             padded = forced + [0] * (size - len(slots))
             self._forced_B[size].copy_(to_device(padded, torch.int64, self._state.device), non_blocking=True)
@@ -123,10 +118,6 @@ class Verifier:
     def _prepare(self, size: int, width: int, mode: SamplingMode, *, on_kernels: bool = False) -> None:
         if on_kernels and self.kernels is not None:
             self.kernels.reserve(size, width)
-        if (size, width) not in self._given:
-            zeros = torch.zeros(size * width, dtype=torch.int64)
-            on_gpu = self._state.device.type == "cuda"
-            self._given[size, width] = (zeros.pin_memory() if on_gpu else zeros, zeros.to(self._state.device))
         if size not in self._forced_B:
             self._forced_B[size] = torch.zeros(size, dtype=torch.int64, device=self._state.device)
         key, body = self.body(size, width, mode, width, on_kernels)
@@ -147,13 +138,6 @@ class Verifier:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return max(1e-9, clock() - started)
-
-    def _give(self, size: int, width: int, proposals: list[Proposal]) -> None:
-        """Guesses of the host for the next step; it has waited for the one before, so nobody reads the old ones."""
-        tokens = [(of.tokens + [0] * width)[: width - 1] for of in proposals]
-        numbers = self._given[size, width][0].numpy()
-        numbers[: len(proposals)] = [min(len(of.tokens), width - 1) for of in proposals]
-        numbers[size : size + len(proposals) * (width - 1)] = [token for row in tokens for token in row]
 
     def _check(self, size: int, width: int, mode: SamplingMode, longest: int, kernels: DeviceKernels | None) -> Checked:
         """The body."""
@@ -177,19 +161,13 @@ class Verifier:
             state.count(rows.slots_R, samples.tokens_M.clamp(min=0), counts_R.flatten())
         return Checked(result_BX, samples)
 
-    def _guesses(
-        self, size: int, width: int, mode: SamplingMode, longest: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        draft = self.speculation.draft
-        if draft is None:
-            pinned, given = self._given[size, width]
-            given.copy_(pinned, non_blocking=True)
-            return given[size:].view(size, width - 1), given[:size]
+    def _guesses(self, size: int, width: int, mode: SamplingMode, longest: int) -> Guesses:
+        slots_B = self._lists.tensor(size)
         if width == 1:
-            return self._given[size, 1][1].view(size, 1)[:, 1:], None
+            return slots_B.view(size, 1)[:, 1:], None
         settings = (self._state.temperature_T, self._state.seed_T) if mode.draws else None
-
-        return draft.propose(self._lists.tensor(size), width - 1, longest, settings), None
+        guesses_BG, counts_B = self.speculation.draft.propose(slots_B, width - 1, longest, settings)
+        return guesses_BG, counts_B if self.speculation.simulated is None else None
 
     def _step(self, rows: VerifyRows, batch: RowSegments) -> DeviceStep:
         table = self._state.table

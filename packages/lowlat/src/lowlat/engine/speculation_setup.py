@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.device_speculation import DeviceSpeculation
+from lowlat.engine.device_state import to_device
 from lowlat.engine.drafts import Draft
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.setup_error import SetupError
 from lowlat.engine.speculation import Speculation
 from lowlat.models.base import DraftingModel, Model
 from lowlat.parallel.group import Communicator
+from lowlat.speculative.device_ngram import NgramDraft
 from lowlat.speculative.ngram import NgramProposer
 from lowlat.speculative.own_draft import OwnDraft
 from lowlat.speculative.proposer import Proposer
@@ -83,11 +87,17 @@ def make_device_speculation(config: EngineConfig, runner: DeviceRunner, width: i
         DeviceSpeculation(
             width=width,
             adaptive=config.spec_width is None and config.spec_simulate_acceptance is None,
-            draft=None if draft is None else draft.bind_device(runner),
-            ngrams=NgramProposer() if draft is None else None,
+            draft=_ngrams(runner) if draft is None else draft.bind_device(runner),
             simulated=config.spec_simulate_acceptance,
         )
     )
+
+
+def _ngrams(runner: DeviceRunner) -> NgramDraft:
+    def send(tokens: Sequence[int]) -> torch.Tensor:
+        return to_device(tokens, torch.int32, runner.device)
+
+    return NgramDraft(runner.model.ops, runner.tables, runner.max_pages * runner.kv.layout.page_size, send)
 
 
 def measure_steps(

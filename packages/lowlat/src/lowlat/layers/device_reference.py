@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lowlat.layers import drawing, filtering, verify
+from lowlat.layers import drawing, filtering, history, verify
 from lowlat.layers.activation import GATED
 from lowlat.layers.attention import AttentionRule, masked_attention
 from lowlat.layers.device_step import DecodeRows, DeviceStep, RowSegments
@@ -208,6 +208,10 @@ class ReferenceOps:
     ) -> torch.Tensor:
         """Columns one after the other."""
         return drawing.walk(logits_GBV, first_B, embed_XE, head_VE, slots_B, positions_GB, settings, ids_V, sharpness)
+
+    def find_again(self, slots_B: torch.Tensor, tables: SlotTables, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What followed before."""
+        return history.find_again(slots_B, tables, count)
 
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None

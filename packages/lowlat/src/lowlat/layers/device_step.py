@@ -247,6 +247,9 @@ class DeviceOps(Protocol):
     ) -> torch.Tensor:
         """As `drawing.walk`."""
 
+    def find_again(self, slots_B: torch.Tensor, tables: SlotTables, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `history.find_again`."""
+
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None
     ) -> VerifyRows:

@@ -20,6 +20,7 @@ from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.drawing import draw, walk
 from lowlat.layers.triton.experts import ExpertTable
 from lowlat.layers.triton.filtering import keep_likely
+from lowlat.layers.triton.history import find_again
 from lowlat.layers.triton.looped_product import LoopShape, looped_product
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
@@ -329,6 +330,10 @@ class TritonOps:
             sharpness,
             early_start=self._early,
         )
+
+    def find_again(self, slots_B: torch.Tensor, tables: SlotTables, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What followed before."""
+        return find_again(slots_B, tables, count, early_start=self._early)
 
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None

@@ -5,7 +5,7 @@ size serves all; rows without a guess are padding. These functions are what the 
 compared with, and they run where there are no kernels.
 
 Legend of shape suffixes: B padded requests, W rows of a request, G = W - 1 guesses, R = B * W rows, T batch slots with
-the padding slot last, P pages of a slot.
+the padding slot last, P pages of a slot, L tokens of a slot.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class SlotTables(msgspec.Struct):
     """int32."""
     page_size: int
     padding_page: int
+    history_TL: torch.Tensor | None = None
+    """int32: the slots' tokens, each at its position, and places for a step's rows behind the longest context; None:
+    nobody looks them up. Steps with prompt chunks leave out all that they choose but the newest token: guesses are made
+    of it, nothing else."""
 
 
 class VerifyRows(msgspec.Struct):
@@ -71,6 +75,10 @@ def begin_rows(
     real_BW = row_W < rows_B[:, None]
     tokens_BW = torch.cat([tables.tokens_T[slots_B][:, None], guesses_BG], 1)
     positions_BW = before_B[:, None] + row_W
+    if tables.history_TL is not None:
+        newest_B = tables.tokens_T[slots_B].to(tables.history_TL.dtype)
+        kept_B = tables.history_TL[slots_B, before_B]
+        tables.history_TL[slots_B, before_B] = newest_B.where(rows_B > 0, kept_B)
     size = tables.page_size
     page_BW = (positions_BW // size).clamp(max=tables.pages_TP.shape[1] - 1)
     places_BW = tables.pages_TP[slots_B[:, None], page_BW].long() * size + positions_BW % size
@@ -117,6 +125,11 @@ def accept(
     # Padding requests all write what their slot holds already.
     before_B = tables.lengths_T[slots_B]
     tables.tokens_T.index_copy_(0, slots_B, torch.where(moved_B, last_B, tables.tokens_T[slots_B]))
+    if tables.history_TL is not None:
+        place_BW = before_B[:, None] + 1 + torch.arange(guesses + 1, device=slots_B.device)
+        kept_BW = tables.history_TL[slots_B[:, None], place_BW]
+        newer_BW = chosen_BW.to(kept_BW.dtype).where(place_BW <= (before_B + counts_B)[:, None], kept_BW)
+        tables.history_TL[slots_B[:, None], place_BW] = newer_BW
     after_B = (before_B + counts_B).minimum(tables.ends_T[slots_B] - 1)
     tables.lengths_T.index_copy_(0, slots_B, torch.where(moved_B, after_B, before_B))
     return torch.cat([counts_B[:, None], rows.rows_B.long()[:, None], chosen_BW], 1)

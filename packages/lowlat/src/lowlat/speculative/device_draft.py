@@ -9,7 +9,7 @@ X taps * H, V vocabulary, Y heads of a packed projection, D head dimension, T ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -37,11 +37,18 @@ Pack = Callable[[torch.Tensor], PackedLinear]
 """As `Platform.pack`."""
 
 
+Guesses = tuple[torch.Tensor, torch.Tensor | None]
+"""Tokens [B, count], int64, and how many of them are guesses, [B]; None: all."""
+
+
 class DeviceDraft(Protocol):
     """Makes guesses for the slots of a step, on the device; nothing of it may ask the host."""
 
-    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> torch.Tensor:
-        """`count` guesses [B, count] of what follows each slot's newest token; rows of the padding slot are any tokens.
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        """A request with these tokens takes a batch slot."""
+
+    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> Guesses:
+        """`count` guesses or fewer of what follows each slot's newest token; rows of the padding slot are any tokens.
         `longest`: tokens that no request exceeds, where the step is not captured."""
 
 
@@ -131,7 +138,10 @@ class BlockDraft:
             kv_RYD = kv_RC.view(len(u_RH), -1, self.config.head_dim)
             ops.rope_write(kv_RYD, keys_SKD, values_SKD, step, self._rope, layer.norms)
 
-    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> torch.Tensor:
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        """What it needs comes with the target's rows."""
+
+    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> Guesses:
         """See `DeviceDraft`."""
         config, requests = self.config, len(slots_B)
         block = config.block_size
@@ -165,12 +175,13 @@ class BlockDraft:
             first_B = anchor_B if self._places_V is None else self._looked_up(anchor_B, self._places_V)
             embed_XE, head_VE = network.get_parameter("markov_embed.weight"), network.markov_head.weight
             choice = (slots_B, next_GB, settings, known, SHARPNESS)
-            return self._tokens(self._ops.walk(logits_GBV, first_B, embed_XE, head_VE, *choice))
+            return self._tokens(self._ops.walk(logits_GBV, first_B, embed_XE, head_VE, *choice)), None
         if config.kind == "dflash2":
-            return self._select(logits_GBV, normed_MH.view(count, requests, -1), anchor_B, slots_B, next_GB, settings)
+            normed_GBH = normed_MH.view(count, requests, -1)
+            return self._select(logits_GBV, normed_GBH, anchor_B, slots_B, next_GB, settings), None
         known = self.network.vocabulary
         places_M = self._ops.draw(logits_MV, slots_B.repeat(count), next_M, settings, known, SHARPNESS).clamp(min=0)
-        return self._tokens(places_M.view(count, requests).t().contiguous())
+        return self._tokens(places_M.view(count, requests).t().contiguous()), None
 
     def _tokens(self, places: torch.Tensor) -> torch.Tensor:
         known = self.network.vocabulary
@@ -260,7 +271,10 @@ class SmallModelDraft:
         """`forward`: logits of a step, whose keys and values are written to pools with the target's pages."""
         self._forward, self._ops, self._tables = forward, ops, tables
 
-    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> torch.Tensor:
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        """What it needs comes with the target's rows."""
+
+    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> Guesses:
         """See `DeviceDraft`."""
         tables, size = self._tables, self._tables.page_size
         before_B, token_B = tables.lengths_T[slots_B], tables.tokens_T[slots_B]
@@ -277,4 +291,4 @@ class SmallModelDraft:
             logits_BV = self._forward(DeviceStep(token_B, *where))
             token_B = self._ops.draw(logits_BV, slots_B, before_B + place + 1, settings).clamp(min=0)
             tokens.append(token_B)
-        return torch.stack(tokens, 1)
+        return torch.stack(tokens, 1), None

@@ -18,8 +18,8 @@ let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previou
 @triton.jit
 def begin_kernel(
     slots_ptr, tokens_ptr, lengths_ptr, ends_ptr, widths_ptr, pages_ptr, guesses_ptr, counts_ptr, wide_ptr, narrow_ptr,
-    requests, pages_stride, most_pages, padding_place, PAGE: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constexpr,
-    BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
+    history_ptr, requests, pages_stride, most_pages, padding_place, history_stride, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr, COUNTS: tl.constexpr, HISTORY: tl.constexpr, BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: one request. `wide` holds tokens, positions, places, slots and next places of all rows; `narrow`
     rows, lengths, slots and first rows of all requests."""
@@ -38,7 +38,10 @@ def begin_kernel(
     inside = place < WIDTH
     real = place < rows
     guess = tl.load(guesses_ptr + request * (WIDTH - 1) + place - 1, mask=real & (place > 0), other=0)
-    token = tl.where(place == 0, tl.load(tokens_ptr + slot), guess)
+    newest = tl.load(tokens_ptr + slot)
+    if HISTORY and rows > 0:
+        tl.store(history_ptr + slot * history_stride + before, newest.to(tl.int32))
+    token = tl.where(place == 0, newest, guess)
     position = before + place
     page_index = tl.minimum(position // PAGE, most_pages - 1)
     page = tl.load(pages_ptr + slot * pages_stride + page_index, mask=real, other=0).to(tl.int64)
@@ -58,7 +61,8 @@ def begin_kernel(
 @triton.jit
 def accept_kernel(
     chosen_ptr, guesses_ptr, rows_ptr, slots_ptr, tokens_ptr, lengths_ptr, ends_ptr, forced_ptr, result_ptr,
-    WIDTH: tl.constexpr, FORCED: tl.constexpr, BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
+    history_ptr, history_stride, WIDTH: tl.constexpr, FORCED: tl.constexpr, HISTORY: tl.constexpr,
+    BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: one request."""
     if EARLY:
@@ -81,7 +85,12 @@ def accept_kernel(
     count = tl.where(rows > 0, last + 1, 0)
     if (rows > 0) & (token >= 0):
         tl.store(tokens_ptr + slot, token)
-        after = tl.minimum(tl.load(lengths_ptr + slot) + count, tl.load(ends_ptr + slot) - 1)
+        before = tl.load(lengths_ptr + slot)
+        if HISTORY:
+            at = before + 1 + place
+            kept = (place <= last) & (at < history_stride)
+            tl.store(history_ptr + slot * history_stride + at, chosen.to(tl.int32), mask=kept)
+        after = tl.minimum(before + count, tl.load(ends_ptr + slot) - 1)
         tl.store(lengths_ptr + slot, after)
     out = result_ptr + request * (WIDTH + 2)
     tl.store(out, tl.where((rows > 0) & (token < 0), -1, count).to(tl.int64))
@@ -102,11 +111,13 @@ def begin_rows(
     assert guesses_BG.is_contiguous()
     wide = torch.empty(5, requests * width, dtype=torch.int64, device=slots_B.device)
     narrow = torch.empty(4, requests, dtype=torch.int32, device=slots_B.device)
+    history_TL = slots_B if tables.history_TL is None else tables.history_TL
     begin_kernel[(requests,)](
         slots_B, tables.tokens_T, tables.lengths_T, tables.ends_T, tables.widths_T, tables.pages_TP, guesses_BG,
-        slots_B if counts_B is None else counts_B, wide, narrow, requests, tables.pages_TP.stride(0),
-        tables.pages_TP.shape[1], tables.padding_page * tables.page_size, PAGE=tables.page_size, WIDTH=width,
-        COUNTS=counts_B is not None, BLOCK_W=triton.next_power_of_2(width), EARLY=early_start, num_warps=1,
+        slots_B if counts_B is None else counts_B, wide, narrow, history_TL, requests,
+        tables.pages_TP.stride(0), tables.pages_TP.shape[1], tables.padding_page * tables.page_size,
+        history_TL.stride(0), PAGE=tables.page_size, WIDTH=width, COUNTS=counts_B is not None,
+        HISTORY=tables.history_TL is not None, BLOCK_W=triton.next_power_of_2(width), EARLY=early_start, num_warps=1,
         **early.launch_options(early_start),
     )  # fmt: skip
     tokens_R, positions_R, places_R, slots_R, next_R = wide
@@ -129,9 +140,11 @@ def accept(
     assert chosen_R.is_contiguous()
     assert guesses_BG.is_contiguous()
     result_BX = torch.empty(requests, width + 2, dtype=torch.int64, device=slots_B.device)
+    history_TL = slots_B if tables.history_TL is None else tables.history_TL
     accept_kernel[(requests,)](
         chosen_R, guesses_BG, rows.rows_B, slots_B, tables.tokens_T, tables.lengths_T, tables.ends_T,
-        slots_B if forced_B is None else forced_B, result_BX, WIDTH=width, FORCED=forced_B is not None,
+        slots_B if forced_B is None else forced_B, result_BX, history_TL, history_TL.stride(0), WIDTH=width,
+        FORCED=forced_B is not None, HISTORY=tables.history_TL is not None,
         BLOCK_W=triton.next_power_of_2(width), EARLY=early_start, num_warps=1, **early.launch_options(early_start),
     )  # fmt: skip
     return result_BX

@@ -1,0 +1,39 @@
+"""Prompt lookup on the device: guesses are what followed the same tokens before in the slot's own conversation.
+
+Legend of shape suffixes: B padded requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lowlat.layers.device_step import DeviceOps
+from lowlat.layers.verify import SlotTables
+from lowlat.speculative.device_draft import Guesses, Settings
+
+_SPARE = 16
+"""Places behind the longest context, for rows of guesses beyond it."""
+
+
+class NgramDraft:
+    """Keeps the slots' tokens on the device and looks them up. The steps that check guesses write what they choose."""
+
+    def __init__(
+        self, ops: DeviceOps, tables: SlotTables, tokens: int, send: Callable[[Sequence[int]], torch.Tensor]
+    ) -> None:
+        """`tokens`: of the longest context. `send`: a list as int32 on the device, without a wait."""
+        self._ops, self._tables, self._send = ops, tables, send
+        slots = len(tables.tokens_T)
+        device = tables.tokens_T.device
+        tables.history_TL = torch.zeros(slots, tokens + _SPARE, dtype=torch.int32, device=device)
+
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        """A request with these tokens takes a batch slot."""
+        assert self._tables.history_TL is not None
+        self._tables.history_TL[slot, : len(tokens)].copy_(self._send(tokens), non_blocking=True)
+
+    def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> Guesses:
+        """See `DeviceDraft`."""
+        return self._ops.find_again(slots_B, self._tables, count)
