@@ -177,6 +177,7 @@ def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
     """The kernels around a step's forward."""
     wide = dict.fromkeys(
         ["slots_ptr", "positions_ptr", "seeds_ptr", "tokens_ptr", "lengths_ptr", "ends_ptr", "widths_ptr", "best_ptr",
+         "others_ptr",
          "guesses_ptr", "counts_ptr", "wide_ptr", "ids_ptr", "before_ptr", "chosen_ptr", "forced_ptr",
          "result_ptr"], "*i64",
     )  # fmt: skip
@@ -219,8 +220,8 @@ def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
             BLOCK_C=256,
         ),
         job(drawing.finish_kernel, 4, BROKEN=0, BLOCK_C=512, EARLY=False),
-        job(history.seek_kernel, 4, LONGEST=6, BLOCK=1024, EARLY=False),
-        job(history.follow_kernel, 1, COUNT=7, BLOCK_G=8, BLOCK_P=128, EARLY=False),
+        job(history.seek_kernel, 4, SHORTEST=3, LONGEST=6, BLOCK=1024, EARLY=False),
+        job(history.follow_kernel, 1, COUNT=7, OTHERS=True, BLOCK_G=8, BLOCK_P=128, EARLY=False),
         job(verify.begin_kernel, 1, PAGE=16, WIDTH=8, COUNTS=True, HISTORY=True, BLOCK_W=8, EARLY=False),
         job(verify.accept_kernel, 1, WIDTH=8, FORCED=True, HISTORY=True, BLOCK_W=8, EARLY=False),
     ]

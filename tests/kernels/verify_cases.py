@@ -158,6 +158,16 @@ def check_finds(find_again: Any, count: int, device: str) -> None:
         assert row[:known] == expected
         found += known > 0
     assert 5 <= found < len(order)
+    others = torch.randint(100, 200, (len(order), count), generator=generator).to(device)
+    guesses, counts = find_again(torch.tensor(order, device=device), tables, count, 4, others)
+    assert counts.tolist() == [count] * len(order)
+    kept = 0
+    for slot, row, other in zip(order, guesses.tolist(), others.tolist(), strict=True):
+        history = NgramHistory(shortest=4)
+        history.observe(tokens[slot])
+        assert row == (history.propose(count).tokens or other)
+        kept += row == other
+    assert 0 < kept < len(order)
 
 
 def block_case(

@@ -214,7 +214,7 @@ def mark_checks(marks: Marks, verifier: Any) -> None:
 
     marks.wrap(verify_module, "choose", "sample")
     marks.wrap(verifier, "_guesses", "proposals", whole=True)
-    draft = verifier.speculation.draft
+    draft = getattr(verifier.speculation.draft, "beside", None)
     if hasattr(draft, "extend"):  # keys and values of its own for the rows that the model computes
         marks.wrap(draft, "extend", "proposals", whole=True)
 

@@ -15,6 +15,7 @@ from lowlat.layers.step import StepInputs
 from lowlat.parallel.group import Communicator
 from lowlat.speculative.acceptance import DOUBTFUL, HOPEFUL, Acceptance
 from lowlat.speculative.budget import plan_guesses
+from lowlat.speculative.ngram import SURE_RUN, NgramProposer
 from lowlat.speculative.proposer import DraftRequest, Proposal, Proposer
 from lowlat.speculative.step_times import StepTimes
 
@@ -34,14 +35,17 @@ class Speculation:
         width: int,
         adaptive: bool,
         simulated: float | None = None,
+        first: NgramProposer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`width`: most rows of a request. `adaptive`: fewer where that is faster, else as many as are proposed.
-        `simulated`: tokens a step that count as right, whatever is; for benchmarks only."""
+        `simulated`: tokens a step that count as right, whatever is; for benchmarks only. `first`: who is asked before
+        the proposer, and believed where a long run occurred before."""
         self.width = width
         self.simulated = simulated
         self.times: StepTimes | None = None
         self._proposer = proposer
+        self._first = first if simulated is None and communicator.shard.rank == 0 else None
         self._communicator = communicator
         self._adaptive = adaptive
         self._clock = clock
@@ -64,7 +68,9 @@ class Speculation:
         """A request takes a slot."""
         if self._communicator.shard.rank == 0 and sampling.width > 1:
             self._acceptance.begin(slot)
-            self._proposer.begin(slot, [*sampling.prompt, *sampling.answer])
+            for proposer in (self._proposer, self._first):
+                if proposer is not None:
+                    proposer.begin(slot, [*sampling.prompt, *sampling.answer])
 
     def follow(self, step: StepInputs) -> None:
         """The target has computed these rows."""
@@ -76,13 +82,17 @@ class Speculation:
         """For each decode slot, guesses of the tokens after its next one, which this step is to check."""
         if not plan.decodes:
             return []
-        wanted = self._agree(plan.decodes, [self._most(sampling[slot], lengths[slot]) for slot in plan.decodes])
+        most = [self._most(sampling[slot], lengths[slot]) for slot in plan.decodes]
+        found = self._look_up(plan.decodes, tokens, lengths, most)
+        wanted = self._agree(
+            plan.decodes, [0 if slot in found else count for slot, count in zip(plan.decodes, most, strict=True)]
+        )
         requests = [
             DraftRequest(tokens[slot], lengths[slot], slot, most)
             for slot, most in zip(plan.decodes, wanted, strict=True)
             if most > 0
         ]
-        proposals = self._ask(requests) if requests else {}
+        proposals = found | (self._ask(requests) if requests else {})
         guesses = self._choose(plan, proposals, wanted) if self._communicator.shard.rank == 0 else []
         return self._share(guesses, len(plan.decodes))
 
@@ -96,6 +106,8 @@ class Speculation:
                     if len(burst) > 2:
                         self._silent = self._wait = _TRY_AGAIN  # a text that has become easy: ask again at once
                 self._proposer.observe(slot, burst)
+                if self._first is not None:
+                    self._first.observe(slot, burst)
 
     def time_step(self, plan: StepPlan, guesses: Sequence[Sequence[int]], seconds: float) -> tuple[float, float]:
         """Take note of a step's time. Returns what its decoding took, and what it would have without guesses."""
@@ -118,6 +130,20 @@ class Speculation:
                 count = int(steps * self.simulated + 1e-9) - int((steps - 1) * self.simulated + 1e-9)
             counts.append(min(count, len(guessed) + 1))
         return counts
+
+    def _look_up(
+        self, slots: Sequence[int], tokens: Sequence[int], lengths: Sequence[int], most: Sequence[int]
+    ) -> dict[int, Proposal]:
+        """Proposals by slot of those where a long run occurred before."""
+        if self._first is None:
+            return {}
+        requests = [
+            DraftRequest(tokens[slot], lengths[slot], slot, count)
+            for slot, count in zip(slots, most, strict=True)
+            if count > 0
+        ]
+        proposals = self._first.propose(requests)
+        return {request.state: of for request, of in zip(requests, proposals, strict=True) if of.kind >= SURE_RUN}
 
     @staticmethod
     def _most(setting: SlotSampling, length: int) -> int:
@@ -147,7 +173,9 @@ class Speculation:
         """How many guesses would pay for their own making, if they are as good as the last ones. Now and then all are
         asked for even so, since a text may become easy again."""
         self._asked_seconds = 0.0
-        if not (self._adaptive and self._proposer.costs_time and self.times is not None and self._guess_seconds):
+        if not any(wanted) or not (
+            self._adaptive and self._proposer.costs_time and self.times is not None and self._guess_seconds
+        ):
             return wanted
         times, rows, each = self.times, len(wanted), self._guess_seconds
         expected = [

@@ -16,7 +16,9 @@ from lowlat.engine.setup_error import SetupError
 from lowlat.engine.speculation import Speculation
 from lowlat.models.base import DraftingModel, Model
 from lowlat.parallel.group import Communicator
+from lowlat.speculative.device_draft import DeviceDraft
 from lowlat.speculative.device_ngram import NgramDraft
+from lowlat.speculative.draft_files import ARCHITECTURES
 from lowlat.speculative.ngram import NgramProposer
 from lowlat.speculative.own_draft import OwnDraft
 from lowlat.speculative.proposer import Proposer
@@ -75,7 +77,12 @@ def make_speculation(
         proposer = OwnDraft(lambda requests: model.propose(requests, kv))
     adaptive = config.spec_width is None and config.spec_simulate_acceptance is None
     speculation = Speculation(
-        proposer, communicator, width=width, adaptive=adaptive, simulated=config.spec_simulate_acceptance
+        proposer,
+        communicator,
+        width=width,
+        adaptive=adaptive,
+        simulated=config.spec_simulate_acceptance,
+        first=NgramProposer() if config.spec in ARCHITECTURES else None,
     )
     speculation.times = measure_steps(runner, config.max_batch, width, progress)
     return speculation
@@ -87,17 +94,21 @@ def make_device_speculation(config: EngineConfig, runner: DeviceRunner, width: i
         DeviceSpeculation(
             width=width,
             adaptive=config.spec_width is None and config.spec_simulate_acceptance is None,
-            draft=_ngrams(runner) if draft is None else draft.bind_device(runner),
+            draft=_device_draft(config, runner, draft),
             simulated=config.spec_simulate_acceptance,
         )
     )
 
 
-def _ngrams(runner: DeviceRunner) -> NgramDraft:
+def _device_draft(config: EngineConfig, runner: DeviceRunner, draft: Draft | None) -> DeviceDraft:
+    bound = None if draft is None else draft.bind_device(runner)
+    if bound is not None and config.spec not in ARCHITECTURES:
+        return bound
+
     def send(tokens: Sequence[int]) -> torch.Tensor:
         return to_device(tokens, torch.int32, runner.device)
 
-    return NgramDraft(runner.model.ops, runner.tables, runner.max_pages * runner.kv.layout.page_size, send)
+    return NgramDraft(runner.model.ops, runner.tables, runner.max_pages * runner.kv.layout.page_size, send, bound)
 
 
 def measure_steps(

@@ -209,9 +209,16 @@ class ReferenceOps:
         """Columns one after the other."""
         return drawing.walk(logits_GBV, first_B, embed_XE, head_VE, slots_B, positions_GB, settings, ids_V, sharpness)
 
-    def find_again(self, slots_B: torch.Tensor, tables: SlotTables, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_again(
+        self,
+        slots_B: torch.Tensor,
+        tables: SlotTables,
+        count: int,
+        shortest: int = 1,
+        others_BG: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What followed before."""
-        return history.find_again(slots_B, tables, count)
+        return history.find_again(slots_B, tables, count, shortest, others_BG)
 
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None

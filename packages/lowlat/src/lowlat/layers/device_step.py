@@ -247,7 +247,14 @@ class DeviceOps(Protocol):
     ) -> torch.Tensor:
         """As `drawing.walk`."""
 
-    def find_again(self, slots_B: torch.Tensor, tables: SlotTables, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_again(
+        self,
+        slots_B: torch.Tensor,
+        tables: SlotTables,
+        count: int,
+        shortest: int = 1,
+        others_BG: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `history.find_again`."""
 
     def begin_rows(

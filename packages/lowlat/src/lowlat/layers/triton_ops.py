@@ -331,9 +331,16 @@ class TritonOps:
             early_start=self._early,
         )
 
-    def find_again(self, slots_B: torch.Tensor, tables: SlotTables, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_again(
+        self,
+        slots_B: torch.Tensor,
+        tables: SlotTables,
+        count: int,
+        shortest: int = 1,
+        others_BG: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What followed before."""
-        return find_again(slots_B, tables, count, early_start=self._early)
+        return find_again(slots_B, tables, count, shortest, others_BG, early_start=self._early)
 
     def begin_rows(
         self, slots_B: torch.Tensor, tables: SlotTables, guesses_BG: torch.Tensor, counts_B: torch.Tensor | None

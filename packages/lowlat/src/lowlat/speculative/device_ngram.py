@@ -11,20 +11,29 @@ import torch
 
 from lowlat.layers.device_step import DeviceOps
 from lowlat.layers.verify import SlotTables
-from lowlat.speculative.device_draft import Guesses, Settings
+from lowlat.speculative.device_draft import DeviceDraft, Guesses, Settings
+from lowlat.speculative.ngram import SURE_RUN
 
 _SPARE = 16
 """Places behind the longest context, for rows of guesses beyond it."""
 
 
 class NgramDraft:
-    """Keeps the slots' tokens on the device and looks them up. The steps that check guesses write what they choose."""
+    """Keeps the slots' tokens on the device and looks them up. The steps that check guesses write what they choose.
+
+    Beside another draft, runs of `SURE_RUN` tokens go before its guesses.
+    """
 
     def __init__(
-        self, ops: DeviceOps, tables: SlotTables, tokens: int, send: Callable[[Sequence[int]], torch.Tensor]
+        self,
+        ops: DeviceOps,
+        tables: SlotTables,
+        tokens: int,
+        send: Callable[[Sequence[int]], torch.Tensor],
+        beside: DeviceDraft | None = None,
     ) -> None:
         """`tokens`: of the longest context. `send`: a list as int32 on the device, without a wait."""
-        self._ops, self._tables, self._send = ops, tables, send
+        self._ops, self._tables, self._send, self.beside = ops, tables, send, beside
         slots = len(tables.tokens_T)
         device = tables.tokens_T.device
         tables.history_TL = torch.zeros(slots, tokens + _SPARE, dtype=torch.int32, device=device)
@@ -36,4 +45,8 @@ class NgramDraft:
 
     def propose(self, slots_B: torch.Tensor, count: int, longest: int, settings: Settings) -> Guesses:
         """See `DeviceDraft`."""
-        return self._ops.find_again(slots_B, self._tables, count)
+        if self.beside is None:
+            return self._ops.find_again(slots_B, self._tables, count)
+        others_BG, known_B = self.beside.propose(slots_B, count, longest, settings)
+        assert known_B is None, "it guesses always"
+        return self._ops.find_again(slots_B, self._tables, count, SURE_RUN, others_BG)[0], None

@@ -22,8 +22,8 @@ _RUN = tl.constexpr(1 << 40)
 
 @triton.jit
 def seek_kernel(
-    slots_ptr, tokens_ptr, lengths_ptr, history_ptr, best_ptr, stride, parts, LONGEST: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    slots_ptr, tokens_ptr, lengths_ptr, history_ptr, best_ptr, stride, parts, SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: the longest and latest run that ends in a part of a request's tokens; -1: none."""
     if EARLY:
@@ -48,14 +48,14 @@ def seek_kernel(
             theirs = tl.load(own_ptr + place - back, mask=alive, other=-2)
             alive = alive & (theirs == mine)
             run += alive.to(tl.int64)
-        best = tl.max(tl.where(run > 0, run * _RUN + place, -1), axis=0)
+        best = tl.max(tl.where(run >= SHORTEST, run * _RUN + place, -1), axis=0)
     tl.store(best_ptr + request * parts + part, best)
 
 
 @triton.jit
 def follow_kernel(
-    slots_ptr, tokens_ptr, lengths_ptr, history_ptr, best_ptr, guesses_ptr, counts_ptr, stride, parts,
-    COUNT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
+    slots_ptr, tokens_ptr, lengths_ptr, history_ptr, best_ptr, others_ptr, guesses_ptr, counts_ptr, stride,
+    parts, COUNT: tl.constexpr, OTHERS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: the guesses of a request."""
     if EARLY:
@@ -72,16 +72,28 @@ def follow_kernel(
     known = (best >= 0) & (source < end) & (ahead < COUNT)
     guess = tl.load(history_ptr + slot * stride + source, mask=known, other=0).to(tl.int64)
     guess = tl.where((best >= 0) & (source == end), tl.load(tokens_ptr + slot), guess)
+    number = tl.where(best >= 0, COUNT, 0)
+    if OTHERS:
+        other = tl.load(others_ptr + request * COUNT + ahead, mask=ahead < COUNT, other=0)
+        guess = tl.where(best >= 0, guess, other)
+        number = COUNT
     tl.store(guesses_ptr + request * COUNT + ahead, guess, mask=ahead < COUNT)
-    tl.store(counts_ptr + request, tl.where(best >= 0, COUNT, 0).to(tl.int64))
+    tl.store(counts_ptr + request, number)
 
 
 def find_again(
-    slots_B: torch.Tensor, tables: SlotTables, count: int, *, early_start: bool = False
+    slots_B: torch.Tensor,
+    tables: SlotTables,
+    count: int,
+    shortest: int = 1,
+    others_BG: torch.Tensor | None = None,
+    *,
+    early_start: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `history.find_again`."""
     history_TL = tables.history_TL
     assert history_TL is not None
+    assert others_BG is None or others_BG.is_contiguous()
     requests, stride = len(slots_B), history_TL.shape[1]
     parts = triton.cdiv(stride, _BLOCK)
     best_BP = torch.empty(requests, parts, dtype=torch.int64, device=slots_B.device)
@@ -89,9 +101,12 @@ def find_again(
     counts_B = torch.empty(requests, dtype=torch.int64, device=slots_B.device)
     where = (slots_B, tables.tokens_T, tables.lengths_T, history_TL, best_BP)
     options = {"EARLY": early_start, **early.launch_options(early_start)}
-    seek_kernel[(requests, parts)](*where, stride, parts, LONGEST=LONGEST, BLOCK=_BLOCK, num_warps=4, **options)
+    seek_kernel[(requests, parts)](
+        *where, stride, parts, SHORTEST=shortest, LONGEST=LONGEST, BLOCK=_BLOCK, num_warps=4, **options
+    )
     follow_kernel[(requests,)](
-        *where, guesses_BG, counts_B, stride, parts, COUNT=count, BLOCK_G=triton.next_power_of_2(count),
+        *where, guesses_BG if others_BG is None else others_BG, guesses_BG, counts_B, stride, parts, COUNT=count,
+        OTHERS=others_BG is not None, BLOCK_G=triton.next_power_of_2(count),
         BLOCK_P=triton.next_power_of_2(parts), num_warps=1, **options,
     )  # fmt: skip
     return guesses_BG, counts_B
