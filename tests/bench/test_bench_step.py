@@ -275,7 +275,7 @@ def test_a_kernel_library_that_does_not_take_over_is_named(arm):
 def test_options_that_describe_no_step_are_refused():
     for fields, match in (
         ({"rows": (0,)}, "rows"), ({"contexts": (5000,)}, "do not fit"), ({"device": "tpu"}, "neither"),
-        ({"tp": 2}, "read-floor"), ({"steps": 100}, "at most 60"), ({"arms": ("magic",)}, "no arm could run"),
+        ({"tp": 2}, "read-floor"), ({"steps": 100}, "at most 60"), ({"arms": ("magic",)}, "is no arm"),
     ):  # fmt: skip
         with pytest.raises((ValueError, RuntimeError), match=match):
             run_step(StepOptions(model="tiny", rounds=1, ceiling_gb=0.01, **fields))

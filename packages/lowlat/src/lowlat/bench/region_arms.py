@@ -33,17 +33,22 @@ GRAPH_STEPS = 65
 """Replays in one measurement."""
 
 
+def check_region_arm(name: str) -> None:
+    """Raise ValueError for a name whose regions nothing tells."""
+    if name not in ("general", "torch-eager-graph") and kernel_library(name) is None:
+        raise ValueError(f"{name!r} has no regions; known: general, torch-eager-graph, lowlat-NAME, plugin:NAME")
+
+
 def build_region_arm(name: str, case: StepCase) -> RegionArm:
     """`general`, `torch-eager-graph`, or a kernel library as `lowlat-NAME` or `plugin:NAME`.
 
     Raises ArmUnavailableError where its regions cannot be told here, and ValueError for a name that is no arm.
     """
-    library = kernel_library(name)
+    check_region_arm(name)
     if name == "torch-eager-graph":
         return ClockedTorchArm(case) if case.device == "cpu" else _torch_graph(case)
-    if name == "general" or library is not None:
-        return ClockedRunnerArm(case, library) if case.device == "cpu" else _runner_graph(case, library)
-    raise ValueError(f"{name!r} has no regions; known: general, torch-eager-graph, lowlat-NAME, plugin:NAME")
+    library = kernel_library(name)
+    return ClockedRunnerArm(case, library) if case.device == "cpu" else _runner_graph(case, library)
 
 
 class ClockedTorchArm:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm
+from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm, check_arm, check_model
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
 from lowlat.bench.presets import DEEPSEEK_V41, V41_NAMES, DenseShape, FolderShape, any_shape
 from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, save, slug
-from lowlat.bench.roofline import StepBytes, dense_step_bytes, v41_step_bytes
+from lowlat.bench.roofline import DTYPE_BYTES, StepBytes, dense_step_bytes, v41_step_bytes
 from lowlat.bench.stats import alternate
 
 Say = Callable[[str], None]
@@ -27,6 +27,8 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One model, or several joined by commas: they are measured one after another."""
     model_folder: str | None = None
     """Real weights; None: random weights of the shape."""
+    random_folder: bool = False
+    """The folder's weights are random, written for measurements."""
     layers: int | None = None
     arms: tuple[str, ...] = ("general", "torch-eager-graph", "read-floor")
     rows: tuple[int, ...] = (1,)
@@ -171,9 +173,6 @@ def _shape(options: StepOptions) -> DenseShape | FolderShape:
 
 
 def _cases(options: StepOptions, shape: DenseShape | FolderShape, folder: str | None) -> list[StepCase]:
-    too_long = [context for context in options.contexts if context + options.steps + 4 > shape.max_context]
-    if too_long:
-        raise ValueError(f"{shape.name} holds {shape.max_context} tokens: contexts {too_long} do not fit")
     return [
         StepCase(
             shape=shape, requests=rows, context=context, dtype=options.dtype, device=options.device, seed=options.seed,
@@ -226,6 +225,8 @@ def run_step(
     names = options.model.split(",")
     each = [msgspec.structs.replace(options, model=name) for name in names]
     shapes = [_shape(one) for one in each]
+    for shape in shapes:
+        check_contexts(shape, options.contexts, options.steps)
     say("measuring the read ceiling")
     ceiling = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
     unavailable: dict[str, str] = {}
@@ -261,9 +262,10 @@ def _floor_rows(each: Sequence[StepOptions], shapes: Sequence[DenseShape | Folde
 
 
 def _result(options: StepOptions, subject: str, rows: Sequence[Row], ceiling: Ceiling, command: str | None) -> Result:
+    random = options.model_folder is None or options.random_folder
     result = new_result(
-        slug("step", subject, *(() if options.model_folder else ("random",))),
-        simulated=Simulated(weights=options.model_folder is None),
+        slug("step", subject, *(("random",) if random else ())),
+        simulated=Simulated(weights=random),
         read_ceiling_tb_s=ceiling.tb_s,
         command=command,
         gpus=0 if options.device == "cpu" else 1,  # more ranks than one are known to the floor alone
@@ -273,6 +275,13 @@ def _result(options: StepOptions, subject: str, rows: Sequence[Row], ceiling: Ce
             row.ceiling_fraction = round(row.bytes / (row.median * ceiling.tb_s * 1e6), 4)
     result.rows = list(rows)
     return result
+
+
+def check_contexts(shape: DenseShape | FolderShape, contexts: Sequence[int], steps: int) -> None:
+    """Raise ValueError naming the contexts in which `steps` steps do not fit."""
+    too_long = [context for context in contexts if context + steps + 4 > shape.max_context]
+    if too_long:
+        raise ValueError(f"{shape.name} holds {shape.max_context} tokens: contexts {too_long} do not fit")
 
 
 def check_options(options: StepOptions) -> None:
@@ -291,6 +300,16 @@ def check_options(options: StepOptions) -> None:
     for name, values in positive.items():
         if not values or min(values) < 1:
             raise ValueError(f"{name} must be at least 1")
+    if options.dtype not in DTYPE_BYTES:
+        raise ValueError(f"--dtype {options.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+    if options.ceiling_gb is not None and options.ceiling_gb <= 0:
+        raise ValueError("--ceiling-gb must be above 0")
+    if not options.arms:
+        raise ValueError("--arms names no arm")
+    for name in options.arms:
+        check_arm(name)
+    if options.model_folder:
+        check_model(options.model_folder)
     if options.tp > 1 and set(options.arms) - {"read-floor"}:
         raise ValueError("only the read-floor arm knows tp; measure tensor parallelism with `lowlat bench serve`")
     if options.model_folder and "," in options.model:

@@ -116,16 +116,32 @@ def kernel_library(arm: str) -> str | None:
     return arm if arm.startswith("lowlat-") else None
 
 
+def check_arm(name: str) -> None:
+    """Raise ValueError for a name that is no arm, so that a misspelt one is told before anything is measured."""
+    if name != "read-floor" and name not in BUILDERS and kernel_library(name) is None:
+        known = ", ".join(["read-floor", *BUILDERS])
+        raise ValueError(f"{name!r} is no arm; known: {known}, and kernel libraries as lowlat-NAME or plugin:NAME")
+
+
+def check_model(folder: str) -> None:
+    """Raise ValueError where a folder (or `smollm2`) holds no model that lowlat opens."""
+    from lowlat.models.loading.checkpoint import open_checkpoint
+    from lowlat.models.loading.errors import CheckpointError
+
+    try:
+        open_checkpoint(folder)
+    except CheckpointError as error:
+        raise ValueError(f"--model-folder: {error}") from error
+
+
 def build_arm(name: str, case: StepCase) -> StepArm:
     """Build an arm. Raises ArmUnavailableError naming the reason, and ValueError for a name that is no arm."""
+    check_arm(name)
     library = kernel_library(name)
     if library is not None:
         from lowlat.bench.arms.general import GeneralArm
 
         return GeneralArm(case, kernels=library)
-    if name not in BUILDERS:
-        known = ", ".join(["read-floor", *BUILDERS])
-        raise ValueError(f"{name!r} is no arm; known: {known}, and kernel libraries as lowlat-NAME or plugin:NAME")
     if not importable(name):
         raise ArmUnavailableError(f"{_PACKAGES[name]} is not installed")
     return BUILDERS[name](case)

@@ -79,7 +79,9 @@ def ab(
     serve_args: Annotated[str, typer.Option("--serve-args", help="Further arguments of both servers, quoted.")] = "",
     one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Start a server for each block.")] = False,
     together: Annotated[bool, typer.Option("--together", help="Start both servers at the same time.")] = False,
-    least_covered: Annotated[float, typer.Option("--least-covered", help="Least fraction of steps by kernels.")] = 0.5,
+    least_covered: Annotated[
+        float, typer.Option("--least-covered", min=0, max=1, help="Least fraction of steps by kernels.")
+    ] = 0.5,
     acceptance: Annotated[
         bool,
         typer.Option(

@@ -49,7 +49,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print for machines.")]
 def compare(
     a: Annotated[pathlib.Path, typer.Argument(help="The result before.")],
     b: Annotated[pathlib.Path, typer.Argument(help="The result after.")],
-    threshold: Annotated[float, typer.Option("--threshold", help="Changes below this fraction count as none.")] = 0.02,
+    threshold: Annotated[
+        float, typer.Option("--threshold", min=0, help="Changes below this fraction count as none.")
+    ] = 0.02,
     as_json: AsJson = False,
 ) -> None:
     """Compare two results; a verdict is given only beyond the noise of both."""
@@ -125,7 +127,10 @@ def report(
     from lowlat.bench.stamp import repository_root
 
     with plain_errors():
-        found = load_all(results or default_directory())
+        folder = results or default_directory()
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder of results")
+        found = load_all(folder)
         if check or readme is not None:
             place = readme or (repository_root() or pathlib.Path.cwd()) / "README.md"
             page = place.parent / PAGE

@@ -213,6 +213,7 @@ def serve(
             raise ValueError("choose a closed loop (--concurrency) or an open one (--rate or --trace), not both")
         if rate is not None and trace is not None:
             raise ValueError("a trace brings its own times: use --time-scale instead of --rate")
+        speed = (1.0 if rate is None else rate) if open_loop else None
         target = asyncio.run(_target(url, api_key, model, arm))
         name = workload or (
             trace.replace(":", " ").rpartition("/")[2] if trace else f"{input_lengths} in, {output_lengths} out"
@@ -221,7 +222,7 @@ def serve(
         for users in numbers(concurrency or "1", "--concurrency") if not open_loop else (None,):
             options = ServeOptions(
                 model=target.model, endpoint=_endpoint(endpoint), requests=requests, input_lengths=input_lengths,
-                output_lengths=output_lengths, concurrency=users, rate=(rate or 1.0) if open_loop else None,
+                output_lengths=output_lengths, concurrency=users, rate=speed,
                 warmup=warmup, seed=seed * 1009 + (users or 0),
             )  # fmt: skip
             if users is not None:
@@ -229,7 +230,9 @@ def serve(
             records = asyncio.run(_run_serve(url, api_key, timeout, options, trace, time_scale))
             end_progress()
             print(_describe(summarize(records, targets)), file=sys.stderr)
-            shown = name if users is not None else f"{name}, open loop" + (f" at {rate:g}/s" if rate else "")
+            shown = (
+                name if users is not None else f"{name}, open loop" + (f" at {rate:g}/s" if rate is not None else "")
+            )
             rows += load_rows(records, workload=shown, arm=target.arm, concurrency=users or 1, targets=targets)
         result = new_result(slug("serve", target.model), simulated=Simulated(weights=simulated))
         result.rows = rows
@@ -271,9 +274,12 @@ def parse_start(text: str) -> tuple[float, float]:
     """`LOW:HIGH` as two fractions. Raises ValueError."""
     low, _, high = text.partition(":")
     try:
-        return float(low), float(high or low)
+        window = float(low), float(high or low)
     except ValueError:
-        raise ValueError(f"--start {text!r}: write LOW:HIGH, fractions of a run, such as 0.25:0.75") from None
+        window = (-1.0, -1.0)
+    if not 0.0 <= window[0] <= window[1] <= 1.0:
+        raise ValueError(f"--start {text!r}: write LOW:HIGH, fractions of a run, such as 0.25:0.75")
+    return window
 
 
 def replay(
@@ -286,16 +292,18 @@ def replay(
     concurrency: Annotated[
         str, typer.Option("--concurrency", "-c", help="Runs that are active at a time, e.g. 1,4,8.")
     ] = "1",
-    time_scale: Annotated[float, typer.Option("--time-scale", help="Factor on recorded pauses; 0: none.")] = 1.0,
-    pause_cap: Annotated[float, typer.Option("--pause-cap", help="Longest pause in seconds.")] = 300.0,
+    time_scale: Annotated[float, typer.Option("--time-scale", min=0, help="Factor on recorded pauses; 0: none.")] = 1.0,
+    pause_cap: Annotated[float, typer.Option("--pause-cap", min=0, help="Longest pause in seconds.")] = 300.0,
     duration: Annotated[
         float | None, typer.Option("--duration", help="Seconds; runs repeat until then. Default: once.")
     ] = None,
     start: Annotated[
         str, typer.Option("--start", help="LOW:HIGH: enter first runs at a random turn between these fractions.")
     ] = "0:0",
-    runs: Annotated[int | None, typer.Option("--runs", help="At most so many runs of the folder.")] = None,
-    max_turns: Annotated[int | None, typer.Option("--max-turns", help="At most so many turns of each agent.")] = None,
+    runs: Annotated[int | None, typer.Option("--runs", min=1, help="At most so many runs of the folder.")] = None,
+    max_turns: Annotated[
+        int | None, typer.Option("--max-turns", min=1, help="At most so many turns of each agent.")
+    ] = None,
     max_context: Annotated[
         int | None, typer.Option("--max-context", help="Skip turns above it; default: the server's limit.")
     ] = None,
@@ -321,6 +329,7 @@ def replay(
     with plain_errors():
         simulated = random_weights(weights, needed=as_json or save)
         place = path if path is not None else data_folder() / "traces" / "agent"
+        window = parse_start(start)
         agents = read_agents(place, seed=seed, limit=runs)
         target = asyncio.run(_target(url, api_key, model, arm))
         rows: list[Row] = []
@@ -328,7 +337,7 @@ def replay(
         for users in numbers(concurrency, "--concurrency"):
             options = ReplayOptions(
                 model=target.model, endpoint=_endpoint(endpoint), concurrency=users, time_scale=time_scale,
-                pause_cap_s=pause_cap, start=parse_start(start), duration_s=duration, max_turns=max_turns,
+                pause_cap_s=pause_cap, start=window, duration_s=duration, max_turns=max_turns,
                 max_context=max_context or target.max_context, seed=seed * 1009 + users,
             )  # fmt: skip
             outcome = asyncio.run(_run_replay(url, api_key, timeout, options, agents))

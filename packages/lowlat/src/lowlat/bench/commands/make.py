@@ -28,7 +28,7 @@ def make_model(
     folder: Annotated[pathlib.Path, typer.Argument(help="New folder to write.")],
     layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
     max_context: Annotated[
-        int | None, typer.Option("--max-context", help="Longest context; default: the shape's own.")
+        int | None, typer.Option("--max-context", min=1, help="Longest context; default: the shape's own.")
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = "bfloat16",
     tokenizer: Annotated[

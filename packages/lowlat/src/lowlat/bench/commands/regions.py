@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lowlat.bench.commands.common import AsJson, Folder, Save, end_progress, finish, plain_errors, say
+from lowlat.bench.commands.common import AsJson, Folder, Save, end_progress, finish, plain_errors, replace_saved, say
 from lowlat.bench.results import Simulated, new_result, slug
 
 EPILOG = """
@@ -44,7 +44,9 @@ def regions(
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens in each request's cache.")] = 1024,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default: torch's own choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's own choice.")
+    ] = None,
     instances: Annotated[int, typer.Option("--instances", min=3, help="Least instances of every region.")] = 780,
     perfetto: Annotated[pathlib.Path | None, typer.Option("--perfetto", help="Write a Perfetto trace here.")] = None,
     timeline: Annotated[
@@ -63,11 +65,17 @@ def regions(
         from lowlat.bench.arms.base import StepCase
         from lowlat.bench.presets import V41_NAMES, FolderShape, any_shape
         from lowlat.bench.random_v41 import make_v41, v41_shape
-        from lowlat.bench.region_arms import build_region_arm
+        from lowlat.bench.region_arms import build_region_arm, check_region_arm
+        from lowlat.bench.step import StepOptions, check_contexts, check_options
 
         if threads is not None:
             torch.set_num_threads(threads)
         place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        dtype = dtype or ("float32" if place == "cpu" else "bfloat16")
+        names = tuple(filter(None, arms.split(",")))
+        for name in names:
+            check_region_arm(name)
+        check_options(StepOptions(model=model, model_folder=model_folder, arms=names, dtype=dtype, device=place))
         v41 = model in V41_NAMES
         own_draft = spec == "draft"
         if own_draft and not v41:
@@ -83,17 +91,18 @@ def regions(
             if isinstance(shape, FolderShape):
                 model_folder = model_folder or model
             case = StepCase(
-                shape=shape, requests=rows, context=context,
-                device=place, model=model_folder, dtype=dtype or ("float32" if place == "cpu" else "bfloat16"),
-                steps=32, spec=spec, draft=draft,
+                shape=shape, requests=rows, context=context, device=place, model=model_folder, dtype=dtype, steps=32,
+                spec=spec, draft=draft,
             )  # fmt: skip
             result = new_result(
                 slug("regions", case.shape.name, *((spec,) if spec != "off" else ()), *(("random",) if random else ())),
                 simulated=Simulated(weights=random, acceptance=spec != "off"),
                 gpus=0 if place == "cpu" else 1,
             )
+            check_contexts(shape, (context,), case.steps)
             measured, refused = [], []
-            for name in filter(None, arms.split(",")):
+            saved: list[pathlib.Path] = []
+            for name in names:
                 say(f"building {name}")
                 arm = build_region_arm(name, case)
                 try:
@@ -107,9 +116,13 @@ def regions(
                     continue
                 measured.append(times)
                 result.rows += measure.region_rows(times, case, arm.note, arm.details)
+                if save:  # behind each arm, so that an end by force loses the last one alone
+                    saved = [replace_saved(result, saved, results)]
         if not measured:
             raise RuntimeError("; ".join(refused))
-        finish(result, as_json=as_json, save_it=save, folder=results)
+        finish(result, as_json=as_json, save_it=False, folder=None)
+        for path in saved:
+            print(f"wrote {path}", file=sys.stderr)
         if perfetto is not None:
             perfetto.write_text(measure.perfetto(measured))
             print(f"wrote {perfetto}: open it at ui.perfetto.dev", file=sys.stderr)

@@ -40,6 +40,9 @@ def step(
         str | None,
         typer.Option("--model-folder", help="Real weights for the arms that take them: a folder or `smollm2`."),
     ] = None,
+    random_folder: Annotated[
+        bool, typer.Option("--random-folder", help="The folder's weights are random (`lowlat make-checkpoint`).")
+    ] = False,
     layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
     arms: Annotated[
         str, typer.Option("--arms", help="Arms joined by commas.")
@@ -52,7 +55,9 @@ def step(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     tp: Annotated[int, typer.Option("--tp", help="Ranks, for the byte counts of the read-floor arm.")] = 1,
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default: torch's own choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's own choice.")
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Rounds of A B B A.")] = 8,
     steps: Annotated[
         int, typer.Option("--steps", help="Steps in each measurement; a round holds two for each arm.")
@@ -70,13 +75,15 @@ def step(
     with plain_errors():
         import torch
 
+        from lowlat.bench.local_server import ended_by_sigterm
         from lowlat.bench.step import StepOptions, StepOutcome, run_step
 
         if threads is not None:
             torch.set_num_threads(threads)
         place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         options = StepOptions(
-            model=model, model_folder=model_folder, layers=layers, arms=tuple(filter(None, arms.split(","))),
+            model=model, model_folder=model_folder, random_folder=random_folder, layers=layers,
+            arms=tuple(filter(None, arms.split(","))),
             rows=numbers(rows, "--rows"), contexts=numbers(context, "--context"),
             dtype=dtype or ("float32" if place == "cpu" else "bfloat16"), device=place, tp=tp, rounds=rounds,
             steps=steps, seed=seed, ceiling_gb=ceiling_gb,
@@ -88,7 +95,8 @@ def step(
             if save:
                 saved[:] = [replace_saved(outcome.result, saved, results)]
 
-        outcome = run_step(options, say, measured=keep)
+        with ended_by_sigterm():  # a model that was written for the occasion goes then too
+            outcome = run_step(options, say, measured=keep)
         finish(outcome.result, as_json=as_json, save_it=False, folder=None)
         for path in saved:
             print(f"wrote {path}", file=sys.stderr)
