@@ -24,7 +24,7 @@ from lowlat.bench.presets import PRESETS, find_shape, shape_from_config
 from lowlat.bench.random_checkpoint import RandomCheckpoint, weight_names, weight_shape
 from lowlat.bench.results import Row, load, problems
 from lowlat.bench.roofline import dense_step_bytes, expected_distinct, v41_step_bytes
-from lowlat.bench.step import StepOptions, run_step
+from lowlat.bench.step import StepOptions, run_step, step_bytes
 from lowlat.engine import build
 from lowlat.engine.device_results import PendingStep
 from lowlat.engine.device_runner import DeviceRunner
@@ -291,6 +291,12 @@ def test_deepseek_has_a_floor():
     (row,) = run_step(options).result.rows
     assert row.bytes == v41_step_bytes(rows=6, context=131072, tp=1).total
     assert row.dtype == "fp8+fp4"
+
+
+def test_the_draft_counts_with_all_layers_alone():
+    options = StepOptions(model="deepseek-v41", layers=1)
+    assert step_bytes(options, 1, 8) == v41_step_bytes(rows=1, context=8, tp=1, layers=1, draft=False)
+    assert step_bytes(StepOptions(model="deepseek-v41"), 1, 8) == v41_step_bytes(rows=1, context=8, tp=1)
 
 
 def test_deepseek_of_the_published_sizes_is_refused_where_the_disk_is_too_small():

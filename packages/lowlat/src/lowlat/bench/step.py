@@ -52,8 +52,9 @@ class StepOutcome(msgspec.Struct):
 
 
 def step_bytes(options: StepOptions, rows: int, context: int, *, draft: bool = True) -> StepBytes | None:
-    """Bytes of one step of the options' model, of DeepSeek-V4.1 with its draft or without; None: they are not known."""
+    """Bytes of one step of the options' model, of a whole DeepSeek-V4.1 with its draft or without; None: not known."""
     if options.model == DEEPSEEK_V41:
+        draft = draft and options.layers is None  # the draft reads the last layers
         return v41_step_bytes(rows=rows, context=context, tp=options.tp, layers=options.layers, draft=draft)
     if options.model in V41_NAMES:
         return None
