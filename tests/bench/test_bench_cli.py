@@ -182,6 +182,19 @@ def test_a_made_model_opens_and_every_id_has_text(tmp_path):
     assert ids >= set(range(vocab))
 
 
+def test_a_made_deepseek_is_measured_as_random(tmp_path):
+    lowlat("make-model", "deepseek-v41-tiny", tmp_path / "made", "--layers", 1)
+    common = ("--rounds", 1, "--steps", 1, "--context", 2, "--threads", 1, "--ceiling-gb", 0.01, "--json")
+    got = lowlat(
+        "step", "--model", "deepseek-v41-tiny", "--layers", 1, "--model-folder", tmp_path / "made", "--random-folder",
+        "--arms", "general", *common,
+    )  # fmt: skip
+    result = json.loads(got.stdout)
+    assert result["simulated"]["weights"] is True
+    assert result["name"] == "step-deepseek-v41-tiny-1l-random"
+    assert "not an empty folder" in lowlat("make-model", "deepseek-v41-tiny", tmp_path / "made", code=1).stderr
+
+
 def test_a_made_model_of_experts_is_measured_beside_another(tmp_path):
     config = json.loads((CONFIGS / "qwen3-30b-a3b" / "config.json").read_text())
     small = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8, "num_attention_heads": 4}

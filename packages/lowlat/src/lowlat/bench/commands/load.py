@@ -230,9 +230,7 @@ def serve(
             records = asyncio.run(_run_serve(url, api_key, timeout, options, trace, time_scale))
             end_progress()
             print(_describe(summarize(records, targets)), file=sys.stderr)
-            shown = (
-                name if users is not None else f"{name}, open loop" + (f" at {rate:g}/s" if rate is not None else "")
-            )
+            shown = name if users is not None else f"{name}, open loop" + (f" at {rate:g}/s" if rate else "")
             rows += load_rows(records, workload=shown, arm=target.arm, concurrency=users or 1, targets=targets)
         result = new_result(slug("serve", target.model), simulated=Simulated(weights=simulated))
         result.rows = rows
@@ -249,7 +247,8 @@ async def _run_replay(
     async with Client(url, api_key=api_key, timeout_s=timeout) as client:
         scale = await calibrate(client, options.endpoint, options.model, seed=options.seed)
         show = counter("turns")
-        total = sum(len(agent.turns) for agent in agents)
+        most = options.max_turns
+        total = sum(len(agent.turns) if most is None else min(len(agent.turns), most) for agent in agents)
         return await Replay(client, options, agents, scale, lambda done: show(done, max(done, total))).run()
 
 

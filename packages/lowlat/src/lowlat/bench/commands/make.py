@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowlat.bench.commands.common import counter, end_progress, plain_errors
+from lowlat.bench.commands.common import counter, end_progress, plain_errors, say
 
 EPILOG = """
 Examples:
@@ -17,10 +17,33 @@ Examples:
 
   lowlat bench make-model smollm2 /tmp/long --layers 4 --max-context 262144   small, for long contexts
 
+  lowlat bench make-model deepseek-v41 /tmp/v41 --layers 1      10 GB, to measure with step --random-folder
+
   lowlat bench make-model benchmarks/configs/qwen3-30b-a3b /tmp/moe --layers 2     experts: transformers draws them
 
 Serve it with `lowlat serve --model FOLDER`, and say --weights random when you measure it.
 """
+
+
+def _make_v41(model: str, folder: pathlib.Path, layers: int | None, seed: int) -> None:
+    """A DeepSeek-V4.1 in its stored formats; with fewer layers it has no draft."""
+    from lowlat.bench.random_v41 import first_layers
+    from lowlat.models.deepseek_v4.make_checkpoint import MakeCheckpointError, make_checkpoint
+
+    done = 0
+
+    def show(written: int, total: int) -> None:
+        nonlocal done
+        if written * 20 // total > done:
+            done = written * 20 // total
+            say(f"{written / 1e9:.1f} of {total / 1e9:.1f} GB")
+
+    try:
+        make_checkpoint(first_layers(model, layers, draft=layers is None), folder, seed=seed, progress=show)
+    except MakeCheckpointError as error:
+        raise ValueError(str(error)) from error
+    end_progress()
+    print(f"wrote {folder}", file=sys.stderr)
 
 
 def make_model(
@@ -42,13 +65,16 @@ def make_model(
 ) -> None:
     """Write a model folder with random weights, to measure an architecture whose weights are not at hand."""
     with plain_errors():
-        from lowlat.bench.presets import PRESETS, FolderShape, any_shape, find_shape
+        from lowlat.bench.presets import PRESETS, V41_NAMES, FolderShape, any_shape, find_shape
         from lowlat.bench.random_model import make_family_folder, make_folder
         from lowlat.bench.roofline import DTYPE_BYTES
         from lowlat.models.loading.checkpoint import open_checkpoint
 
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        if model in V41_NAMES:
+            _make_v41(model, folder, layers, seed)
+            return
         words = tokenizer or open_checkpoint("smollm2").folder
         if device not in ("cpu", "cuda"):
             raise ValueError(f"--device {device!r} is neither cpu nor cuda")

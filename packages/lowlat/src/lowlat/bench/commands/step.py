@@ -25,6 +25,8 @@ Examples:
 
   lowlat bench step --model deepseek-v41-tiny --layers 3 --arms general --context 64
 
+  lowlat bench step --model deepseek-v41 --layers 1 --model-folder /tmp/v41 --random-folder --arms general --context 2
+
 Models: llama-1b, qwen3-0.6b, qwen3-8b, smollm2, deepseek-v41, deepseek-v41-tiny, tiny, or a folder with a config.json.
 Arms: general, torch-eager-graph, torch-compile, transformers, vllm, sglang, read-floor, and kernel libraries as
 lowlat-NAME or plugin:NAME; an arm that cannot run is named and left out. Arms alternate in one run (A B B A); the read
@@ -41,7 +43,7 @@ def step(
         typer.Option("--model-folder", help="Real weights for the arms that take them: a folder or `smollm2`."),
     ] = None,
     random_folder: Annotated[
-        bool, typer.Option("--random-folder", help="The folder's weights are random (`lowlat make-checkpoint`).")
+        bool, typer.Option("--random-folder", help="The folder's weights are random (`make-model`).")
     ] = False,
     layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
     arms: Annotated[
