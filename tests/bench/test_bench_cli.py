@@ -73,6 +73,9 @@ def test_serve_and_replay_against_the_scripted_server(scripted, tmp_path):
     trace.write_text(json.dumps({"timestamp": 0, "input_length": 30, "output_length": 3, "hash_ids": [0]}) + "\n")
     opened = lowlat("serve", *common, "--trace", f"mooncake:{trace}")
     assert "open loop" in json.loads(opened.stdout)["rows"][0]["workload"]
+    unsaid = lowlat("serve", "--url", server.url, "-n", 2, "-i", 20, "-o", 3)
+    assert "weights not said" in unsaid.stdout
+    assert "real weights" not in unsaid.stdout
     session = tmp_path / "s.jsonl"
     session.write_text(
         json.dumps({"timestamp": 0, "input": "hello", "output": "answer " * 4, "session_id": "s"}) + "\n"

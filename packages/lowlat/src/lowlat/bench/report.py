@@ -116,19 +116,19 @@ def metric_table(rows: Sequence[Row]) -> str:
     return "\n".join(text)
 
 
-def provenance(result: Result) -> str:
+def provenance(result: Result, *, weights_said: bool = True) -> str:
     """One paragraph that says what, where, when and how: all that a reader needs to repeat the run."""
     machine = result.machine
     where = f"{machine.gpus} × {machine.gpu}, driver {machine.driver}, {machine.cpu}" if machine.gpus else machine.cpu
     triton = f", Triton {machine.triton}" if machine.gpus and machine.triton else ""
     versions = f"torch {machine.torch}, Python {machine.python}{triton}"
-    flags = {"random weights": result.simulated.weights, "simulated acceptance": result.simulated.acceptance}
-    simulated = [words for words, said in flags.items() if said]
+    weights = ("random weights" if result.simulated.weights else "real weights") if weights_said else "weights not said"
+    acceptance = " and simulated acceptance" if result.simulated.acceptance else ""
     ceiling = f" Read ceiling in this run: {result.read_ceiling_tb_s:g} TB/s." if result.read_ceiling_tb_s else ""
     tree = f", tree `{result.tree}`" if result.dirty else ""
     return (
         f"{where}; {versions}; {result.date[:10]}, commit `{result.commit[:10]}`{tree}; "
-        f"{' and '.join(simulated) if simulated else 'real weights'}.{ceiling} `{result.command}`"
+        f"{weights}{acceptance}.{ceiling} `{result.command}`"
     )
 
 
@@ -139,15 +139,16 @@ def result_anchor(result: Result) -> str:
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
-def result_section(result: Result) -> str:
-    """Tables of one result under a heading, a table for each metric."""
+def result_section(result: Result, *, weights_said: bool = True) -> str:
+    """Tables of one result under a heading, a table for each metric; `weights_said`: somebody told which they were."""
     tables = [
         metric_table(found) for metric in UNITS if (found := [row for row in result.rows if row.metric == metric])
     ]
     if not tables:
         return ""
     heading = f'<a id="{result_anchor(result)}"></a>\n\n## {result.name}'
-    return "\n\n".join([heading, *tables, f"Medians with bootstrap 95 % intervals. {provenance(result)}"])
+    said = provenance(result, weights_said=weights_said)
+    return "\n\n".join([heading, *tables, f"Medians with bootstrap 95 % intervals. {said}"])
 
 
 def newest(results: Iterable[tuple[pathlib.Path, Result]]) -> list[Result]:

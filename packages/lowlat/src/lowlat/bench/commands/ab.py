@@ -127,6 +127,6 @@ def ab(
         outcome = measure.run_ab(sides, loads, rounds=rounds, say=say, measured=keep)
         result = result_of(outcome, loads)
         print(f"kernels computed {outcome.covered.share:.1%} of the low-latency server's steps", file=sys.stderr)
-        finish(result, as_json=as_json, save_it=False, folder=None)
+        finish(result, as_json=as_json, save_it=False, folder=None, weights_said=weights is not None)
         for path in saved:
             print(f"wrote {path}", file=sys.stderr)

@@ -93,8 +93,10 @@ def replace_saved(result: Result, saved: Sequence[pathlib.Path], folder: pathlib
     return save(result, folder or default_directory())
 
 
-def finish(result: Result, *, as_json: bool, save_it: bool, folder: pathlib.Path | None) -> None:
-    """Show a result on standard output and write it where that was asked for."""
+def finish(
+    result: Result, *, as_json: bool, save_it: bool, folder: pathlib.Path | None, weights_said: bool = True
+) -> None:
+    """Show a result on standard output and write it where that was asked for; tables tell of weights what was said."""
     end_progress()
     if save_it:
         print(f"wrote {save(result, folder or default_directory())}", file=sys.stderr)
@@ -103,4 +105,4 @@ def finish(result: Result, *, as_json: bool, save_it: bool, folder: pathlib.Path
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
     else:
-        print(result_section(result))
+        print(result_section(result, weights_said=weights_said))

@@ -234,7 +234,7 @@ def serve(
             rows += load_rows(records, workload=shown, arm=target.arm, concurrency=users or 1, targets=targets)
         result = new_result(slug("serve", target.model), simulated=Simulated(weights=simulated))
         result.rows = rows
-        finish(result, as_json=as_json, save_it=save, folder=results)
+        finish(result, as_json=as_json, save_it=save, folder=results, weights_said=weights is not None)
 
 
 async def _run_replay(
@@ -350,4 +350,4 @@ def replay(
             rows += replay_rows(outcome, workload=name, arm=target.arm, concurrency=users, targets=targets)
         result = new_result(slug("replay", target.model), simulated=Simulated(weights=simulated))
         result.rows = rows
-        finish(result, as_json=as_json, save_it=save, folder=results)
+        finish(result, as_json=as_json, save_it=save, folder=results, weights_said=weights is not None)
