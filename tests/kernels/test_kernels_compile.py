@@ -247,7 +247,8 @@ def test_small_kernels_fit(target, tmp_path):
             rope_write.rope_write_kernel,
             dict.fromkeys(["qkv_ptr", "q_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr"], bf16)
             | {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": floats, "sin_ptr": floats, "eps": "fp32"},
-            {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128, "EARLY": False, "BLOCK_Y": 8},
+            {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128, "EARLY": False,
+             "BLOCK_Y": 8, "LATE": True},
             4,
         ),
         (

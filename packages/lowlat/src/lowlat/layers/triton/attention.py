@@ -119,9 +119,13 @@ def attend_kernel(
     `BLOCK_M` rows of scores are `BLOCK_Q` query rows times `GROUP` heads, and what fills the power of two. `SINGLE`:
     segments have one block of rows, and there is a program for each split that one might have.
     """
-    if EARLY:
+    # Kernels of steps of several rows come one by one: where many wait on a processor, new ones crowd on the others.
+    if EARLY and BLOCK_Q == 1:
         let_next_start()
+    if EARLY:
         wait_for_previous()
+    if EARLY and BLOCK_Q > 1:
+        let_next_start()
     if SINGLE:
         segment = tl.program_id(0) // (KV_HEADS * MOST)
         local = tl.program_id(0) // KV_HEADS % MOST
@@ -251,9 +255,12 @@ def combine_kernel(
     MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Segments of few rows. One program: one head of a row, all splits at once."""
-    if EARLY:
+    if EARLY and BLOCK_Q == 1:
         let_next_start()
+    if EARLY:
         wait_for_previous()
+    if EARLY and BLOCK_Q > 1:
+        let_next_start()
     segment = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2)

@@ -1,8 +1,10 @@
 """Launches that overlap: a kernel's programs start while the one before it runs (programmatic dependent launch).
 
-A kernel that is launched so calls `let_next_start` first and `wait_for_previous` before it touches anything that an
-earlier kernel wrote; what it reads before, such as weights, nobody writes. Whoever waits for a kernel waits for all
-before it too, since each of them waited. Hopper and later; elsewhere both are left out.
+A kernel that is launched so calls `let_next_start` and, before it touches anything that an earlier kernel wrote,
+`wait_for_previous`; what it reads before, such as weights, nobody writes. Whoever waits for a kernel waits for all
+before it too, since each of them waited. Small kernels let the next one start first; those of several rows, which take
+more of a processor, once they have waited: then programs of one kernel alone wait beside those that work. Hopper and
+later; elsewhere both are left out.
 """
 
 from __future__ import annotations

@@ -24,12 +24,15 @@ _FEW_ROWS = 16
 def rope_write_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, eps,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Y: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_Y: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """One program: `BLOCK_Y` heads of one row, all of them queries, keys or values."""
-    if EARLY:
+    if EARLY and not LATE:
         let_next_start()
+    if EARLY:
         wait_for_previous()
+    if EARLY and LATE:
+        let_next_start()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_Y
     each = tl.arange(0, BLOCK_Y)[:, None] * DIM
@@ -88,6 +91,7 @@ def rope_write(
     rope_write_kernel[(rows, heads // block_y)](
         qkv_RYD, q_RND, keys_SKD, values_SKD, positions_R, write_slots_R, *tables, query_norm_D, key_norm_D, eps,
         QUERY_HEADS=query_heads, KV_HEADS=kv_heads, DIM=dim, NORM=norms is not None, BLOCK_D=block,
-        BLOCK_Y=block_y, num_warps=max(1, block_y // 2), EARLY=early_start, **early.launch_options(early_start),
+        BLOCK_Y=block_y, num_warps=max(1, block_y // 2), EARLY=early_start, LATE=rows > 1,
+        **early.launch_options(early_start),
     )  # fmt: skip
     return q_RND

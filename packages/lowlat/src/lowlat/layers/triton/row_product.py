@@ -75,8 +75,6 @@ def row_product_kernel(
 ):  # fmt: skip
     """Features are taken in `WHOLE` pieces of `_PIECE` for each of `PARTS`, and one of `PART`, of which `BLOCK_K` is
     the power of two, 0: none. `GATE` as in `product_kernel`."""
-    if EARLY:
-        let_next_start()
     program = tl.program_id(0)
     place_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = place_n < outputs
@@ -93,6 +91,8 @@ def row_product_kernel(
             up_weights += (_weights(upper_ptr, place_n, inside_n, WHOLE * PARTS * _PIECE, PART, WIDTH, PARTS, BLOCK_K),)  # type: ignore[assignment]
     if EARLY:
         wait_for_previous()
+        # Not before: where programs of many kernels wait on a processor, new ones crowd on the others.
+        let_next_start()
     square_r = tl.zeros([BLOCK_R], tl.float32)
     result_gnr = tl.zeros([PARTS, BLOCK_N, BLOCK_R], tl.float32)
     up_gnr = tl.zeros([PARTS, BLOCK_N, BLOCK_R], tl.float32)

@@ -17,8 +17,8 @@ let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previou
 @triton.jit
 def look_up_kernel(places_ptr, table_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        let_next_start()
         wait_for_previous()
+        let_next_start()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -29,8 +29,8 @@ def look_up_kernel(places_ptr, table_ptr, out_ptr, width, BLOCK: tl.constexpr, E
 @triton.jit
 def add_rows_kernel(x_ptr, y_ptr, out_ptr, width, out_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        let_next_start()
         wait_for_previous()
+        let_next_start()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
