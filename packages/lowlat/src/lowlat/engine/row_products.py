@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from lowlat.layers.device_step import DeviceOps
-from lowlat.layers.triton.row_product import PARTS, fits, is_tall
+from lowlat.layers.triton.row_product import fits
 from lowlat.layers.triton_ops import TritonOps
 from lowlat.models.decoder import GatedMLP
 from lowlat.models.device_decoder import DeviceDecoder
@@ -29,52 +29,30 @@ _TOLERANCE = 0.03
 
 @torch.inference_mode()
 def choose_row_products(model: DeviceDecoder, ops: DeviceOps) -> None:
-    """Let `ops` use kernels of ours where they are right, and faster than cuBLAS: in a chain of all layers' products,
-    and for the head."""
+    """Let `ops` use kernels of ours where they are right, and faster than cuBLAS in a chain of all layers' products."""
     assert isinstance(ops, TritonOps)
-    _choose("of layers", _chain(model, ops), lambda parts: setattr(ops, "row_products", parts))
-    _choose("with the head", _head(model, ops), lambda parts: setattr(ops, "tall_products", parts))
-
-
-def _choose(what: str, chain: Callable[[], torch.Tensor] | None, use: Callable[[int], None]) -> None:
-    """`use` the fastest parts for a chain of products; 0: cuBLAS."""
+    chain = _chain(model, ops)
     if chain is None:
         return
-    seconds: dict[int, float] = {}
-    expected = torch.empty(0)
+    results, seconds = {}, {}
     try:
-        for parts in (0, *PARTS):
-            use(parts)
-            result, found = _replayed(chain)
-            if not parts:
-                expected = result.float()
-            if float((result.float() - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max()):
-                seconds[parts] = found
-            else:
-                log.warning("products of %d rows %s in %d parts are wrong: not used", _ROWS, what, parts)
+        for ours in (False, True):
+            ops.row_products = ours
+            results[ours], seconds[ours] = _replayed(chain)
     except Exception as error:  # whatever a compiler or a driver says: cuBLAS is always there
-        use(0)
+        ops.row_products = False
         log.warning("products of several rows go to cuBLAS: %s", error)
         return
-    best = min(seconds, key=seconds.__getitem__)
-    use(best)
-    times = ", ".join(f"{found * 1e6:.0f} us in {parts} parts" for parts, found in seconds.items() if parts)
-    log.info("products of %d rows %s: %.0f us by cuBLAS, %s", _ROWS, what, seconds[0] * 1e6, times)
-
-
-def _head(model: DeviceDecoder, ops: TritonOps) -> Callable[[], torch.Tensor] | None:
-    """A step's last product, if its weight is large but not wide."""
-    decoder = model.decoder
-    head = decoder.head
-    if not isinstance(head, CudaLinear) or not fits(_ROWS, head.weight_OI) or not is_tall(head.weight_OI):
-        return None
-    x_RH = torch.randn(_ROWS, head.weight_OI.shape[1], device=head.weight_OI.device).to(head.weight_OI.dtype)
-
-    def product() -> torch.Tensor:
-        eps = decoder.config.rms_norm_eps
-        return ops.add_norm_product(x_RH, x_RH.clone(), decoder.norm_H, eps, head, out_dtype=torch.float32)[0]
-
-    return product
+    expected, got = results[False].float(), results[True].float()
+    right = float((got - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
+    ops.row_products = right and seconds[True] < seconds[False]
+    log.info(
+        "products of %d rows: %.0f us a step by cuBLAS, %.0f us by our kernels (%s)",
+        _ROWS,
+        seconds[False] * 1e6,
+        seconds[True] * 1e6,
+        "used" if ops.row_products else "not used" if right else "not used: their result differs",
+    )
 
 
 def _chain(model: DeviceDecoder, ops: TritonOps) -> Callable[[], torch.Tensor] | None:
@@ -83,11 +61,7 @@ def _chain(model: DeviceDecoder, ops: TritonOps) -> Callable[[], torch.Tensor] |
     decoder = model.decoder
     layers = [(layer, layer.mlp) for layer in decoder.layers if isinstance(layer.mlp, GatedMLP)]
     weights = [linear for layer, mlp in layers for linear in (layer.qkv, layer.output, mlp.gate_up, mlp.down)]
-    small = [
-        linear
-        for linear in weights
-        if isinstance(linear, CudaLinear) and fits(_ROWS, linear.weight_OI) and not is_tall(linear.weight_OI)
-    ]
+    small = [linear for linear in weights if isinstance(linear, CudaLinear) and fits(_ROWS, linear.weight_OI)]
     if not layers or len(small) < len(weights):
         return None
     width = decoder.embedding_VH.shape[1]

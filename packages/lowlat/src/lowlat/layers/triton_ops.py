@@ -25,7 +25,7 @@ from lowlat.layers.triton.looped_product import LoopShape, looped_product
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
-from lowlat.layers.triton.row_product import MOST_ROWS, fits, is_tall, row_product
+from lowlat.layers.triton.row_product import MOST_ROWS, fits, row_product
 from lowlat.layers.triton.rows import add_rows, look_up
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.layers.triton.step import begin_decodes, greedy
@@ -88,11 +88,8 @@ class TritonOps:
 
     def __init__(self, processors: int, *, early_start: bool = False) -> None:
         """`early_start`: kernels may start while the one before them runs (`triton.early`)."""
-        self.row_products = 0
-        """Where products of several rows with small weights have a kernel of ours (`engine/row_products.py`), the parts
-        that it takes them in; 0: they have none."""
-        self.tall_products = 0
-        """The same of larger weights."""
+        self.row_products = False
+        """Whether products of several rows with small weights have a kernel of ours (`engine/row_products.py`)."""
         self.loop_shapes: dict[RowProduct, LoopShape] = {}
         """Products of several rows that the looped kernel computes, and how (`engine/looped_products.py`)."""
         self._programs = 2 * processors
@@ -131,10 +128,10 @@ class TritonOps:
                 x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
                 early_start=self._early, shape=shape,
             )[0]  # fmt: skip
-        if isinstance(linear, CudaLinear) and (parts := self._parts(len(x_RI), linear)):
+        if self.row_products and isinstance(linear, CudaLinear) and fits(len(x_RI), linear.weight_OI):
             return row_product(
                 x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
-                early_start=self._early, parts=parts,
+                early_start=self._early,
             )[0]  # fmt: skip
         if isinstance(linear, CudaLinear) and len(x_RI) <= most_rows(*linear.weight_OI.shape, norm=False):
             result = product(
@@ -165,10 +162,10 @@ class TritonOps:
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
                 activation=activation, out_dtype=out_dtype, early_start=self._early, shape=shape,
             )  # fmt: skip
-        if isinstance(linear, CudaLinear) and (parts := self._parts(rows, linear)):
+        if self.row_products and isinstance(linear, CudaLinear) and fits(rows, linear.weight_OI):
             return row_product(
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
-                activation=activation, out_dtype=out_dtype, early_start=self._early, parts=parts,
+                activation=activation, out_dtype=out_dtype, early_start=self._early,
             )  # fmt: skip
         if isinstance(linear, CudaLinear) and rows <= most_rows(*linear.weight_OI.shape, norm=True):
             result = product(
@@ -187,11 +184,6 @@ class TritonOps:
         if rows == 1 or rows > MOST_ROWS:
             return None
         return self.loop_shapes.get(RowProduct.of(rows, linear, activation, normed=normed))
-
-    def _parts(self, rows: int, linear: CudaLinear) -> int:
-        """Of the kernel for several rows; 0: it is not used."""
-        parts = self.tall_products if is_tall(linear.weight_OI) else self.row_products
-        return parts if fits(rows, linear.weight_OI) else 0
 
     def rope_write(
         self,

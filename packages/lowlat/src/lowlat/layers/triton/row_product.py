@@ -18,14 +18,14 @@ from lowlat.layers.triton.activation import KINDS, activate
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 MOST_ROWS = 16
-# Parts of the input features, one for each warp: which is faster is measured.
-PARTS = (4, 8)
+# Of the input features, one for each warp.
+PARTS = 4
 # Input features of a part that are multiplied at once.
 _PIECE = tl.constexpr(128)
+# Output features of a program.
+_OUTPUTS = 16
 # Beyond so many input features a program's shared memory is too small.
 _WIDEST = 2560
-# Weights that take longer to read than a launch have so many input features at most.
-_WIDEST_TALL = 1024
 
 
 @triton.jit
@@ -124,26 +124,18 @@ def row_product_kernel(
     tl.store(out_nr, rounded_nr.to(out_ptr.dtype.element_ty), mask=inside_n[:, None] & (place_r < rows)[None, :])
 
 
-def parts_of(width: int, parts: int) -> tuple[int, int, int]:
+def parts_of(width: int) -> tuple[int, int, int]:
     """Whole pieces, the features of the last one that each part has, and the power of two that holds those."""
-    whole = width // (parts * _PIECE.value)
-    part = triton.cdiv(triton.cdiv(width - whole * parts * _PIECE.value, parts), 16) * 16
+    whole = width // (PARTS * _PIECE.value)
+    part = triton.cdiv(triton.cdiv(width - whole * PARTS * _PIECE.value, PARTS), 16) * 16
     return whole, part, triton.next_power_of_2(part) if part else 0
 
 
 def fits(rows: int, weight_OI: torch.Tensor) -> bool:
-    """Whether these kernels can make such a product: few rows, and sums that tensor cores can make."""
-    width = weight_OI.shape[1]
-    return (
-        1 < rows <= MOST_ROWS
-        and weight_OI.dtype == torch.bfloat16
-        and (width <= (_WIDEST_TALL if is_tall(weight_OI) else _WIDEST))
-    )
-
-
-def is_tall(weight_OI: torch.Tensor) -> bool:
-    """Whether reading the weight takes longer than a launch."""
-    return weight_OI.numel() > 1 << 21
+    """Whether these kernels are for such a product: few rows, a weight whose reading takes no longer than a launch, and
+    sums that tensor cores can make."""
+    small = weight_OI.shape[1] <= _WIDEST and weight_OI.numel() <= 1 << 21
+    return 1 < rows <= MOST_ROWS and small and weight_OI.dtype == torch.bfloat16
 
 
 def row_product(
@@ -157,10 +149,9 @@ def row_product(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     early_start: bool = False,
-    parts: int = PARTS[0],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `product.product`, of products that `fits`, with one of `PARTS`. What is multiplied is rounded to the weight's
-    type, as it is after a norm that stands alone, but the norm's factor for the whole row comes after the sums."""
+    """As `product.product`, of products that `fits`. What is multiplied is rounded to the weight's type, as it is after
+    a norm that stands alone, but the norm's factor for the whole row comes after the sums."""
     rows, width = x_RI.shape
     outputs = len(weight_OI) // (1 if activation is None else 2)
     assert x_RI.is_contiguous()
@@ -168,14 +159,12 @@ def row_product(
     assert stream_RI is None or stream_RI.is_contiguous()
     out_RO = torch.empty(rows, outputs, dtype=out_dtype or weight_OI.dtype, device=x_RI.device)
     sum_RI = x_RI if stream_RI is None else torch.empty_like(x_RI)
-    whole, part, block_k = parts_of(width, parts)
-    # Output features of a program.
-    block_n = 64 if is_tall(weight_OI) and activation is None else 16
-    row_product_kernel[(triton.cdiv(outputs, block_n),)](
+    whole, part, block_k = parts_of(width)
+    row_product_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
         x_RI, x_RI if stream_RI is None else stream_RI, x_RI if norm_I is None else norm_I, weight_OI,
         x_RI if bias_O is None else bias_O, out_RO, sum_RI, rows, outputs, eps, WIDTH=width,
         ADD=stream_RI is not None, NORM=norm_I is not None, GATE=-1 if activation is None else KINDS[activation],
-        BIAS=bias_O is not None, PARTS=parts, WHOLE=whole, PART=part, BLOCK_K=block_k, BLOCK_N=block_n,
-        BLOCK_R=8 if rows <= 8 else 16, EARLY=early_start, num_warps=parts, **early.launch_options(early_start),
+        BIAS=bias_O is not None, PARTS=PARTS, WHOLE=whole, PART=part, BLOCK_K=block_k, BLOCK_N=_OUTPUTS,
+        BLOCK_R=8 if rows <= 8 else 16, EARLY=early_start, num_warps=PARTS, **early.launch_options(early_start),
     )  # fmt: skip
     return out_RO, sum_RI
