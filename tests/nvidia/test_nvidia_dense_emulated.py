@@ -34,9 +34,9 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 def build(
     monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, changes: dict[str, tuple[str, str]] | None = None
 ) -> tuple[steps.DenseStep, pack.DenseWeights]:
-    """A ring of a unit a warp: it comes round soon."""
+    """A ring of one or two units a warp: it comes round soon."""
     shape = SHAPES[name]
-    plan = plans.DensePlan(shape, units=8, ahead=2)
+    plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2)
     library = machine.build(plan.definitions(), folder, changes)
     monkeypatch.setattr(steps, "compile_cubin", lambda name, definitions: (b"", ""))
     monkeypatch.setattr(
@@ -72,8 +72,8 @@ def test_the_kernel_is_right_on_a_cpu(
 
 
 def test_a_wait_that_is_left_out_shows(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wait = "if (__float_as_uint(x[e]) == EMPTY) x[e] = __uint_as_float(gather_word(c, words(item) + e * 32, 2));"
-    built, weights = build(monkeypatch, tmp_path, "heads of 64", {"attention.cuh": (wait, "x[e] += 0.f;")})
+    wait = "if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;"
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", {"attention.cuh": (wait, "break;")})
     assert not distance(built, weights, [[40]], 16) < 1e-2
 
 
@@ -89,7 +89,7 @@ def test_a_place_of_the_ring_that_two_warps_read_shows(
     small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A warp that is ahead takes the round before for the one that it waits for."""
-    shared = {"attention.cuh": ("(c.warp - layer_unit - k.first_unit[row]) % WARPS", "(c.warp + 4 * row) % WARPS")}
-    built, weights = build(monkeypatch, tmp_path, "heads of 64", shared)
+    own, shared = "(c.warp - layer_unit - c.s.control.first_unit[row]) % WARPS", "(c.warp + 4 * row) % WARPS"
+    built, weights = build(monkeypatch, tmp_path, "heads of 128", {"attention.cuh": (own, shared)})
     with contextlib.suppress(RuntimeError):  # where barriers are told too often, or nothing goes on
         assert not distance(built, weights, [[3000], [6500], [700], [1100, 1101]], 16) < 1e-2

@@ -21,7 +21,7 @@ DEV void count_units(Control& k, int rows) {
 #pragma unroll 1
   for (int row = 0; row < rows; row++) {
     const int units = (k.end[row] - k.begin[row] + UNIT_TOKENS - 1) / UNIT_TOKENS, sums = min(units, WARPS);
-    if (parts + sums > PARTS) {
+    if (parts + sums > 2 * PARTS) {
       k.joined |= 1u << (row - 1);
       parts = 0;
     }
@@ -77,68 +77,86 @@ DEV void load_head_norms(Context& c, int layer, HeadNorms& norms) {
     for (int e = 0; e < EACH; e++) { norms.query[e] = at[e * 32]; norms.key[e] = at[HEAD_DIM + e * 32]; }
   }
 }
-// Heads of q, k and v of all rows, a warp each: normalise (Qwen3), rotate, leave in shared memory for the block. The
-// block whose split holds a row's own token also writes its key and value to the cache.
-DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool, u8* v_pool) {
+// Normalises (Qwen3) and rotates a head of q, k or v and leaves it in shared memory for the block. The block whose split holds a
+// row's own token also writes its key and value to the cache.
+DEV void prepare_head(Context& c, const HeadNorms& norms, int item, float (&x)[EACH], int head, u8* k_pool, u8* v_pool) {
   Control& k = c.s.control;
-  const int items = c.rows * (GROUP + 2);
-  auto words = [&](int item) {
-    return c.now + item / (GROUP + 2) * ROW_WORDS + W_QKV + head * HEAD_ROWS + item % (GROUP + 2) * HEAD_DIM + c.lane;
-  };
-  u32 coming[EACH];  // the next item's words
+  const int row = item / (GROUP + 2), part = item % (GROUP + 2);  // GROUP queries, then key, then value
+  if (part <= GROUP) {
+    if constexpr (QK_NORM) {
+      float square = 0.f;
 #pragma unroll
-  for (int e = 0; e < EACH; e++) coming[e] = c.warp < items ? load_exchange_word(words(c.warp) + e * 32) : 0;
-#pragma unroll 1
-  for (int item = c.warp; item < items; item += WARPS) {
-    const int row = item / (GROUP + 2), part = item % (GROUP + 2);  // GROUP queries, then key, then value
-    float x[EACH];
+      for (int e = 0; e < EACH; e++) square = fmaf(x[e], x[e], square);
 #pragma unroll
-    for (int e = 0; e < EACH; e++) x[e] = __uint_as_float(coming[e]);
-    if (item + WARPS < items)
+      for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+      const float scale = rsqrtf(square * (1.f / HEAD_DIM) + c.p.head_eps);
 #pragma unroll
-      for (int e = 0; e < EACH; e++) coming[e] = load_exchange_word(words(item + WARPS) + e * 32);
+      for (int e = 0; e < EACH; e++) x[e] *= scale * bf_low(part == GROUP ? norms.key[e] : norms.query[e]);
+    }
+#pragma unroll
+    for (int e = 0; e < EACH / 2; e++) {
+      const float a = x[e], b = x[e + EACH / 2];
+      const float cosine = k.rotary[row][e * 32 + c.lane], sine = k.rotary[row][HEAD_DIM / 2 + e * 32 + c.lane];
+      x[e] = a * cosine - b * sine;
+      x[e + EACH / 2] = b * cosine + a * sine;
+    }
+  }
+  if (part < GROUP) {
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-      if (__float_as_uint(x[e]) == EMPTY) x[e] = __uint_as_float(gather_word(c, words(item) + e * 32, 2));
-    __syncwarp();
-    if (part <= GROUP) {
-      if constexpr (QK_NORM) {
-        float square = 0.f;
+      c.s.query[row][part * HEAD_DIM + e * 32 + c.lane] = (unsigned short)bf_pair(x[e], 0.f);
+  } else {
+    const int own = k.own[row];
+    const bool write = own >= k.begin[row] && own < k.end[row];
+    u8* pool = part == GROUP ? k_pool : v_pool;
+    const long slot = k.own_slot[row];
 #pragma unroll
-        for (int e = 0; e < EACH; e++) square = fmaf(x[e], x[e], square);
-#pragma unroll
-        for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
-        const float scale = rsqrtf(square * (1.f / HEAD_DIM) + c.p.head_eps);
-#pragma unroll
-        for (int e = 0; e < EACH; e++) x[e] *= scale * bf_low(part == GROUP ? norms.key[e] : norms.query[e]);
-      }
-#pragma unroll
-      for (int e = 0; e < EACH / 2; e++) {
-        const float a = x[e], b = x[e + EACH / 2];
-        const float cosine = k.rotary[row][e * 32 + c.lane], sine = k.rotary[row][HEAD_DIM / 2 + e * 32 + c.lane];
-        x[e] = a * cosine - b * sine;
-        x[e + EACH / 2] = b * cosine + a * sine;
-      }
+    for (int e = 0; e < EACH; e++) {
+      const unsigned short value = (unsigned short)bf_pair(x[e], 0.f);
+      const int d = e * 32 + c.lane;
+      unsigned short* fresh = (unsigned short*)c.s.fresh + d / 64 * (PANEL / 2) + ((part - GROUP) * 8 + row) * 64;
+      fresh[swizzled(own, d % 64 / 8) / 2 + d % 8] = value;
+      if (write)
+        ((unsigned short*)pool)[slot * c.p.slot_stride + head * c.p.head_stride + e * 32 + c.lane] = value;
     }
-    if (part < GROUP) {
+  }
+}
+// Heads of q, k and v of all rows, a warp each. A warp asks for several at once: each would wait for the L2 by itself.
+DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool, u8* v_pool) {
+  constexpr int BATCH = (GROUP + 2) / 2;
+  const int items = c.rows * (GROUP + 2);
+  u32 coming[BATCH][EACH];
+  auto load = [&](int first) {
 #pragma unroll
-      for (int e = 0; e < EACH; e++)
-        c.s.query[row][part * HEAD_DIM + e * 32 + c.lane] = (unsigned short)bf_pair(x[e], 0.f);
-    } else {
-      const int own = k.own[row];
-      const bool write = own >= k.begin[row] && own < k.end[row];
-      u8* pool = part == GROUP ? k_pool : v_pool;
-      const long slot = k.own_slot[row];
+    for (int j = 0; j < BATCH; j++) {
+      const int item = first + j * WARPS;
+      const u32* words = c.now + item / (GROUP + 2) * ROW_WORDS + W_QKV + head * HEAD_ROWS + item % (GROUP + 2) * HEAD_DIM + c.lane;
 #pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        const unsigned short value = (unsigned short)bf_pair(x[e], 0.f);
-        const int d = e * 32 + c.lane;
-        unsigned short* fresh = (unsigned short*)c.s.fresh + d / 64 * (PANEL / 2) + ((part - GROUP) * 8 + row) * 64;
-        fresh[swizzled(own, d % 64 / 8) / 2 + d % 8] = value;
-        if (write)
-          ((unsigned short*)pool)[slot * c.p.slot_stride + head * c.p.head_stride + e * 32 + c.lane] = value;
-      }
+      for (int e = 0; e < EACH; e++) coming[j][e] = item < items ? load_exchange_word(words + e * 32) : 0;
     }
+  };
+  load(c.warp);
+#pragma unroll 1
+  for (int first = c.warp; first < items; first += BATCH * WARPS) {
+    u32 polls = 0;
+    while (true) {
+      u32 top = 0;
+#pragma unroll
+      for (int j = 0; j < BATCH; j++)
+#pragma unroll
+        for (int e = 0; e < EACH; e++) top = max(top, coming[j][e]);
+      if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;
+      load(first);
+    }
+    float x[BATCH][EACH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++)
+#pragma unroll
+      for (int e = 0; e < EACH; e++) x[j][e] = __uint_as_float(coming[j][e]);
+    load(first + BATCH * WARPS);
+#pragma unroll
+    for (int j = 0; j < BATCH; j++)
+      if (first + j * WARPS < items) prepare_head(c, norms, first + j * WARPS, x[j], head, k_pool, v_pool);
   }
 }
 
@@ -147,23 +165,26 @@ struct Accumulator {
   float out[TILES_OUT][4];   // elements 16 i + g of heads 2q and 2q + 1, then elements 16 i + g + 8
 };
 // Weights of 16 tokens, packed as the B operand, from their scores [tile of 8 tokens][token 2q, 2q + 1] of head g. Sums are
-// scaled anew only where a maximum grows.
+// scaled anew only where a maximum grows; before the first unit of a row there are none.
+template <bool FIRST>
 DEV void weigh(Context& c, const float (&s)[2][2], Accumulator& acc, u32 (&weight)[2]) {
   const float scale = rsqrtf((float)HEAD_DIM) * LOG2E;
   float top = fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1]));
-  if (__any_sync(~0u, top > acc.top)) {
-    top = fmaxf(acc.top, top);
+  if (FIRST || __any_sync(~0u, top > acc.top)) {
+    if (!FIRST) top = fmaxf(acc.top, top);
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float shrink = fast_exp2((acc.top - top) * scale);
-    acc.top = top;
-    acc.sum *= shrink;
-    const float even = __shfl_sync(~0u, shrink, 8 * c.q), odd = __shfl_sync(~0u, shrink, 8 * c.q + 4);
+    if (!FIRST) {
+      const float shrink = fast_exp2((acc.top - top) * scale);
+      acc.sum *= shrink;
+      const float even = __shfl_sync(~0u, shrink, 8 * c.q), odd = __shfl_sync(~0u, shrink, 8 * c.q + 4);
 #pragma unroll
-    for (int i = 0; i < TILES_OUT; i++) {
-      acc.out[i][0] *= even; acc.out[i][2] *= even;
-      acc.out[i][1] *= odd; acc.out[i][3] *= odd;
+      for (int i = 0; i < TILES_OUT; i++) {
+        acc.out[i][0] *= even; acc.out[i][2] *= even;
+        acc.out[i][1] *= odd; acc.out[i][3] *= odd;
+      }
     }
+    acc.top = top;
   }
   const float shift = acc.top * scale;
 #pragma unroll
@@ -172,67 +193,83 @@ DEV void weigh(Context& c, const float (&s)[2][2], Accumulator& acc, u32 (&weigh
     acc.sum += bf_low(weight[j]) + bf_high(weight[j]);
   }
 }
-// One unit: tokens from the ring, this step's own from where `prepare_heads` left them. Returns something that depends on all
-// that was loaded.
-DEV u32 attend(Context& c, const uint4 (&query)[KEY_LOADS], int row, int base, u32 unit, Accumulator& acc) {
+// A unit of a row: its place in the step's units, its first token.
+struct Unit { int row, base; u32 index; };
+// A unit each of COUNT rows, side by side: tokens from the ring, this step's own from where `prepare_heads` left them. Gives the
+// units back.
+template <int COUNT, bool FIRST>
+DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (&units)[COUNT], Accumulator (&acc)[COUNT]) {
   const Control& k = c.s.control;
-  const int left = k.end[row] - base, cached = k.cached[row] - base;
   // Lanes 8 m to 8 m + 7 name the tokens of the m-th of the four 8 x 8 matrices of a tile of values.
   const int token = c.lane / 16 * 8 + c.lane % 8;
-  u32 keys[2] = {unit + c.g * 128, unit + (8 + c.g) * 128}, values = unit + UNIT / 2 + token * 128;
-  if (cached < UNIT_TOKENS) {
-    // Tokens after the row's own have no row; their weights are zero, any finite value does.
-    const u32 fresh = shared_address(c.s.fresh);
-    auto at = [&](int t) { return fresh + (k.first[row] + min(t, k.own[row] - base) - cached) * 128; };
-    if (c.g >= cached) keys[0] = at(c.g);
-    if (8 + c.g >= cached) keys[1] = at(8 + c.g);
-    if (token >= cached) values = at(token) + 8 * 128;
-  }
-  keys[0] += swizzled(c.g, 2 * c.q);
-  keys[1] += swizzled(c.g, 2 * c.q);
-  values += swizzled(token, c.lane / 8 % 2);
-  float chain[2][2][4] = {};
-  uint4 key[2][KEY_LOADS], value[TILES_OUT];
+  u32 seen[COUNT];
 #pragma unroll
-  for (int j = 0; j < 2; j++)
+  for (int n = 0; n < COUNT; n++) wait_barrier(c, shared_address(&c.s.unit_full[units[n].index % UNITS]), units[n].index / UNITS & 1, 9);
 #pragma unroll
-    for (int i = 0; i < KEY_LOADS; i++) key[j][i] = load_shared((keys[j] ^ i % 2 * 16) + i / 2 * PANEL);
-#pragma unroll
-  for (int i = 0; i < TILES_OUT; i++) value[i] = load_transposed((values ^ i % 4 * 32) + i / 4 * PANEL);
-#pragma unroll
-  for (int i = 0; i < KEY_LOADS; i++)
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      mma(chain[j][0], query[i].x, query[i].y, key[j][i].x, key[j][i].y);
-      mma(chain[j][1], query[i].z, query[i].w, key[j][i].z, key[j][i].w);
+  for (int n = 0; n < COUNT; n++) {
+    const int row = units[n].row, base = units[n].base, left = k.end[row] - base, cached = k.cached[row] - base;
+    const u32 unit = c.units + units[n].index % UNITS * UNIT;
+    u32 keys[2] = {unit + c.g * 128, unit + (8 + c.g) * 128}, values = unit + UNIT / 2 + token * 128;
+    if (cached < UNIT_TOKENS) {
+      // Tokens after the row's own have no row; their weights are zero, any finite value does.
+      const u32 fresh = shared_address(c.s.fresh);
+      auto at = [&](int t) { return fresh + (k.first[row] + min(t, k.own[row] - base) - cached) * 128; };
+      if (c.g >= cached) keys[0] = at(c.g);
+      if (8 + c.g >= cached) keys[1] = at(8 + c.g);
+      if (token >= cached) values = at(token) + 8 * 128;
     }
-  float s[2][2];
+    keys[0] += swizzled(c.g, 2 * c.q);
+    keys[1] += swizzled(c.g, 2 * c.q);
+    values += swizzled(token, c.lane / 8 % 2);
+    float chain[2][2][4] = {};
+    uint4 key[2][KEY_LOADS], value[TILES_OUT];
 #pragma unroll
-  for (int j = 0; j < 2; j++)
+    for (int j = 0; j < 2; j++)
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      s[j][e] = chain[j][0][e] + chain[j][1][e];
-      if (8 * j + 2 * c.q + e >= left) s[j][e] = -1e30f;
+      for (int i = 0; i < KEY_LOADS; i++) key[j][i] = load_shared((keys[j] ^ i % 2 * 16) + i / 2 * PANEL);
+#pragma unroll
+    for (int i = 0; i < TILES_OUT; i++) value[i] = load_transposed((values ^ i % 4 * 32) + i / 4 * PANEL);
+#pragma unroll
+    for (int i = 0; i < KEY_LOADS; i++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        mma(chain[j][0], query[n][i].x, query[n][i].y, key[j][i].x, key[j][i].y);
+        mma(chain[j][1], query[n][i].z, query[n][i].w, key[j][i].z, key[j][i].w);
+      }
+    float s[2][2];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        s[j][e] = chain[j][0][e] + chain[j][1][e];
+        if (8 * j + 2 * c.q + e >= left) s[j][e] = -1e30f;
+      }
+    u32 weight[2];
+    weigh<FIRST>(c, s, acc[n], weight);
+    seen[n] = weight[0] ^ weight[1];
+#pragma unroll
+    for (int i = 0; i < TILES_OUT; i++) {
+      mma(acc[n].out[i], value[i], weight[0], weight[1]);
+      seen[n] ^= value[i].w;
     }
-  u32 weight[2];
-  weigh(c, s, acc, weight);
-  u32 seen = weight[0] ^ weight[1];
-#pragma unroll
-  for (int i = 0; i < TILES_OUT; i++) {
-    mma(acc.out[i], value[i], weight[0], weight[1]);
-    seen ^= value[i].w;
   }
-  return seen;
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < COUNT; n++)
+    if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen[n], shared_address(&c.s.unit_empty[units[n].index % UNITS])));
 }
 
+// Where the sums of rows that are joined at once lie: first where this stage's partial sums do, then where those of the stages
+// before and after do.
+DEV int place_now(Context& c, int place) { return (c.part_parity * PARTS + place) % (2 * PARTS); }
 // Leaves a warp's sum of a row for `publish_splits`: 16 bytes of each tile of lanes with heads, one after the other.
 DEV void store_attention(Context& c, int place, Accumulator& acc) {
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 1);
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 2);
-  if (c.q == 0)
-    *(float2*)c.s.merge[c.part_parity][place][c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
+  const int at = place_now(c, place);
+  if (c.q == 0) *(float2*)c.s.merge[0][at][c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
   if (c.q >= GROUP / 2) return;
-  float4* to = (float4*)(part_now(c) + place * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
+  float4* to = (float4*)(c.s.part[0] + at * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
 #pragma unroll
   for (int i = 0; i < TILES_OUT; i++)
     to[i * 8 * (GROUP / 2)] = make_float4(acc.out[i][0], acc.out[i][1], acc.out[i][2], acc.out[i][3]);
@@ -246,13 +283,12 @@ DEV void publish_splits(Context& c, int first, int last, int head, int split) {
     const int row = first + i / ROW_PARTS, piece = i % ROW_PARTS;
     const int q = piece % (GROUP / 2), g = piece / (GROUP / 2) % 8, tile = piece / (GROUP / 2) / 8;
     const int place = k.place[row], sums = min(k.first_unit[row + 1] - k.first_unit[row], WARPS);
-    const float4* part = (const float4*)(part_now(c) + place * GROUP_DIM) + piece;
     float4 m[WARPS];  // maximum and sum of head 2q, then of head 2q + 1
     float top[2] = {-1e30f, -1e30f}, sum[2] = {}, out[4] = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       m[w] = make_float4(-1e30f, 0.f, -1e30f, 0.f);
-      if (w < sums) m[w] = *(const float4*)c.s.merge[c.part_parity][place + w][2 * q];
+      if (w < sums) m[w] = *(const float4*)c.s.merge[0][place_now(c, place + w)][2 * q];
       top[0] = fmaxf(top[0], m[w].x);
       top[1] = fmaxf(top[1], m[w].z);
     }
@@ -260,7 +296,7 @@ DEV void publish_splits(Context& c, int first, int last, int head, int split) {
     for (int w = 0; w < WARPS; w++) {
       if (w >= sums) break;
       const float even = fast_exp2(m[w].x - top[0]), odd = fast_exp2(m[w].z - top[1]);
-      const float4 x = part[w * ROW_PARTS];
+      const float4 x = ((const float4*)(c.s.part[0] + place_now(c, place + w) * GROUP_DIM))[piece];
       sum[0] = fmaf(m[w].y, even, sum[0]);
       sum[1] = fmaf(m[w].w, odd, sum[1]);
       out[0] = fmaf(x.x, even, out[0]);
@@ -279,6 +315,7 @@ DEV void publish_splits(Context& c, int first, int last, int head, int split) {
         publish(c, row, W_LSE + at * GROUP + h, __float_as_uint(sum[e] > 0.f ? top[e] + __log2f(sum[e]) : -1e30f));
     }
   }
+  if (k.place[last] + WARPS > PARTS) block_sync();  // whoever is ahead may write there next
   c.part_parity ^= 1;
 }
 
@@ -286,31 +323,83 @@ struct Ahead {      // what attention has under way for later layers
   u32 unit;         // the layer's first unit of all units of the step
   HeadNorms norms;  // of the next layer
 };
-// This warp's sum of a row's units, left for `publish_splits`: every eighth of all units of the step is this warp's, so that a
-// place of the ring is always read by the same warp. One that waits for a unit has then read the one before it in that place;
-// barriers tell even rounds of the ring from odd ones, and nothing more.
-DEV void attend_row(Context& c, int row, u32 layer_unit) {
-  static_assert(UNITS % WARPS == 0, "a place of the ring belongs to one warp");
-  const Control& k = c.s.control;
-  const int units = k.first_unit[row + 1] - k.first_unit[row], mine = (c.warp - layer_unit - k.first_unit[row]) % WARPS;
-  if (mine >= units) return;
-  uint4 query[KEY_LOADS];
+DEV void load_query(Context& c, int row, uint4 (&query)[KEY_LOADS]) {
 #pragma unroll
   for (int i = 0; i < KEY_LOADS; i++) {
     const int d = i / 2 * 64 + (2 * c.q + i % 2) * 8;
     query[i] = c.g < GROUP ? *(const uint4*)&c.s.query[row][c.g * HEAD_DIM + d] : make_uint4(0, 0, 0, 0);
   }
-  Accumulator acc = {};
-  acc.top = -1e30f;
+}
+// The first of a row's units that are this warp's. Every eighth of all units of the step is, so that a place of the ring is always
+// read by the same warp. One that waits for a unit has then read the one before it in that place; barriers tell even rounds of the
+// ring from odd ones, and nothing more.
+DEV int first_of(Context& c, int row, u32 layer_unit) {
+  static_assert(UNITS % WARPS == 0, "a place of the ring belongs to one warp");
+  return (c.warp - layer_unit - c.s.control.first_unit[row]) % WARPS;
+}
+// This warp's sums of COUNT rows of which it has one unit each, left for `publish_splits`.
+template <int COUNT>
+DEV void attend_short(Context& c, const int (&rows)[COUNT], u32 layer_unit) {
+  const Control& k = c.s.control;
+  uint4 query[COUNT][KEY_LOADS];
+  Accumulator acc[COUNT] = {};
+  Unit units[COUNT];
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    const int row = rows[n], mine = first_of(c, row, layer_unit);
+    load_query(c, row, query[n]);
+    units[n] = {row, k.begin[row] + mine * UNIT_TOKENS, layer_unit + k.first_unit[row] + mine};
+  }
+  attend<COUNT, true>(c, query, units, acc);
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) store_attention(c, k.place[rows[n]] + first_of(c, rows[n], layer_unit), acc[n]);
+}
+// The same for a row of any length.
+DEV void attend_row(Context& c, int row, u32 layer_unit) {
+  const Control& k = c.s.control;
+  const int units = k.first_unit[row + 1] - k.first_unit[row], mine = first_of(c, row, layer_unit);
+  if (mine >= units) return;
+  uint4 query[1][KEY_LOADS];
+  load_query(c, row, query[0]);
+  Accumulator acc[1] = {};
+  acc[0].top = -1e30f;
 #pragma unroll 1
   for (int unit = mine; unit < units; unit += WARPS) {
-    const u32 index = layer_unit + k.first_unit[row] + unit, slot = index % UNITS;
-    wait_barrier(c, shared_address(&c.s.unit_full[slot]), index / UNITS & 1, 9);
-    const u32 seen = attend(c, query, row, k.begin[row] + unit * UNIT_TOKENS, c.units + slot * UNIT, acc);
-    __syncwarp();
-    if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen, shared_address(&c.s.unit_empty[slot])));
+    const Unit now[1] = {{row, k.begin[row] + unit * UNIT_TOKENS, layer_unit + k.first_unit[row] + unit}};
+    attend<1, false>(c, query, now, acc);
   }
-  store_attention(c, k.place[row] + mine, acc);
+  store_attention(c, k.place[row] + mine, acc[0]);
+}
+// All rows. Of rows of which a warp has one unit, two go side by side where the ring holds both.
+DEV void attend_rows(Context& c, int layer, int head, int split, u32 layer_unit) {
+  constexpr bool PAIRS = UNITS >= 2 * WARPS && HEAD_DIM == 64;
+  const Control& k = c.s.control;
+  int joined = 0, waiting = -1;
+#pragma unroll 1
+  for (int row = 0; row < c.rows; row++) {
+    const int units = k.first_unit[row + 1] - k.first_unit[row];
+    const bool join = k.joined >> row & 1, brief = PAIRS && units <= WARPS;
+    if (brief && first_of(c, row, layer_unit) < units) {
+      if (waiting >= 0) {
+        const int both[2] = {waiting, row};
+        attend_short(c, both, layer_unit);
+        waiting = -1;
+      } else {
+        waiting = row;
+      }
+    }
+    if (waiting >= 0 && (join || !brief)) {
+      attend_row(c, waiting, layer_unit);
+      waiting = -1;
+    }
+    if (!brief) attend_row(c, row, layer_unit);
+    stamp(c, layer, 12);
+    if (join) {
+      publish_splits(c, joined, row, head, split);
+      joined = row + 1;
+    }
+    stamp(c, layer, 13);
+  }
 }
 DEV void attention(Context& c, int layer, Ahead& ahead) {
   const Control& k = c.s.control;
@@ -319,17 +408,7 @@ DEV void attention(Context& c, int layer, Ahead& ahead) {
   block_sync();
   stamp(c, layer, 10);
   if (layer + 1 < LAYERS) load_head_norms(c, layer + 1, ahead.norms);
-  int joined = 0;
-#pragma unroll 1
-  for (int row = 0; row < c.rows; row++) {
-    attend_row(c, row, ahead.unit);
-    stamp(c, layer, 12);
-    if (k.joined >> row & 1) {
-      publish_splits(c, joined, row, head, split);
-      joined = row + 1;
-    }
-    stamp(c, layer, 13);
-  }
+  attend_rows(c, layer, head, split, ahead.unit);
   ahead.unit += k.first_unit[c.rows];
   stamp(c, layer, 11);
 }
