@@ -141,7 +141,7 @@ class DensePlan:
     """A shape with the choices that tune it.
 
     `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits) are under way; `ahead`
-    units come into the L2 before there is room for them. What all blocks read is
+    units, and `weights_ahead` pages of a warp, come into the L2 before there is room for them. What all blocks read is
     published `copies` times when rows are few; more than `probe_above` rows (None: as measured) are waited for by one
     vector. Idle warps that copy sleep `idle_ns`; with `paced`, one row's copies wait for the stage that streams most.
     `plain_copies` is for tools that watch every access, `alone` can run stages one by one (`dense.alone`).
@@ -152,6 +152,7 @@ class DensePlan:
     units: int = 0
     ahead: int = 0
     whole: bool = False
+    weights_ahead: int = 0
     stamps: int = 0
     copies: int = 4
     probe_above: int | None = None
@@ -260,6 +261,7 @@ class DensePlan:
             "UNITS": self.ring_units,
             "AHEAD": self.ahead,
             "WHOLE": int(self.whole),
+            "WEIGHTS_AHEAD": self.weights_ahead,
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "PROBE_ABOVE": self._probe_above(),
