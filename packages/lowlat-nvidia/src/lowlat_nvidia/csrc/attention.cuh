@@ -202,57 +202,74 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
   const Control& k = c.s.control;
   // Lanes 8 m to 8 m + 7 name the tokens of the m-th of the four 8 x 8 matrices of a tile of values.
   const int token = c.lane / 16 * 8 + c.lane % 8;
-  u32 seen[COUNT];
+  u32 keys[COUNT][2], values[COUNT], seen[COUNT];
 #pragma unroll
   for (int n = 0; n < COUNT; n++) wait_barrier(c, shared_address(&c.s.unit_full[units[n].index % UNITS]), units[n].index / UNITS & 1, 9);
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
-    const int row = units[n].row, base = units[n].base, left = k.end[row] - base, cached = k.cached[row] - base;
+    const int row = units[n].row, base = units[n].base, cached = k.cached[row] - base;
     const u32 unit = c.units + units[n].index % UNITS * UNIT;
-    u32 keys[2] = {unit + c.g * 128, unit + (8 + c.g) * 128}, values = unit + UNIT / 2 + token * 128;
+    keys[n][0] = unit + c.g * 128;
+    keys[n][1] = unit + (8 + c.g) * 128;
+    values[n] = unit + UNIT / 2 + token * 128;
     if (cached < UNIT_TOKENS) {
       // Tokens after the row's own have no row; their weights are zero, any finite value does.
       const u32 fresh = shared_address(c.s.fresh);
       auto at = [&](int t) { return fresh + (k.first[row] + min(t, k.own[row] - base) - cached) * 128; };
-      if (c.g >= cached) keys[0] = at(c.g);
-      if (8 + c.g >= cached) keys[1] = at(8 + c.g);
-      if (token >= cached) values = at(token) + 8 * 128;
+      if (c.g >= cached) keys[n][0] = at(c.g);
+      if (8 + c.g >= cached) keys[n][1] = at(8 + c.g);
+      if (token >= cached) values[n] = at(token) + 8 * 128;
     }
-    keys[0] += swizzled(c.g, 2 * c.q);
-    keys[1] += swizzled(c.g, 2 * c.q);
-    values += swizzled(token, c.lane / 8 % 2);
-    float chain[2][2][4] = {};
-    uint4 key[2][KEY_LOADS], value[TILES_OUT];
+    keys[n][0] += swizzled(c.g, 2 * c.q);
+    keys[n][1] += swizzled(c.g, 2 * c.q);
+    values[n] += swizzled(token, c.lane / 8 % 2);
+  }
+  // From here on there are no branches where FIRST, and one unit's steps fill the waits of the other's.
+  uint4 key[COUNT][2][KEY_LOADS], value[COUNT][TILES_OUT];
+#pragma unroll
+  for (int n = 0; n < COUNT; n++)
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
-      for (int i = 0; i < KEY_LOADS; i++) key[j][i] = load_shared((keys[j] ^ i % 2 * 16) + i / 2 * PANEL);
+      for (int i = 0; i < KEY_LOADS; i++) key[n][j][i] = load_shared((keys[n][j] ^ i % 2 * 16) + i / 2 * PANEL);
 #pragma unroll
-    for (int i = 0; i < TILES_OUT; i++) value[i] = load_transposed((values ^ i % 4 * 32) + i / 4 * PANEL);
+  for (int n = 0; n < COUNT; n++)
 #pragma unroll
-    for (int i = 0; i < KEY_LOADS; i++)
+    for (int i = 0; i < TILES_OUT; i++) value[n][i] = load_transposed((values[n] ^ i % 4 * 32) + i / 4 * PANEL);
+  float chain[COUNT][2][2][4] = {};
+#pragma unroll
+  for (int i = 0; i < KEY_LOADS; i++)
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        mma(chain[j][0], query[n][i].x, query[n][i].y, key[j][i].x, key[j][i].y);
-        mma(chain[j][1], query[n][i].z, query[n][i].w, key[j][i].z, key[j][i].w);
+        // All four words of a query are the operand as they lie. Its upper rows are of use to the first product alone, its
+        // lower rows to the second.
+        mma(chain[n][j][0], query[n][i], key[n][j][i].x, key[n][j][i].z);
+        mma(chain[n][j][1], query[n][i], key[n][j][i].y, key[n][j][i].w);
       }
+  u32 weight[COUNT][2];
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    const int left = k.end[units[n].row] - units[n].base;
     float s[2][2];
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        s[j][e] = chain[j][0][e] + chain[j][1][e];
+        s[j][e] = chain[n][j][0][e] + chain[n][j][1][2 + e];
         if (8 * j + 2 * c.q + e >= left) s[j][e] = -1e30f;
       }
-    u32 weight[2];
-    weigh<FIRST>(c, s, acc[n], weight);
-    seen[n] = weight[0] ^ weight[1];
+    weigh<FIRST>(c, s, acc[n], weight[n]);
+    seen[n] = weight[n][0] ^ weight[n][1];
+  }
+#pragma unroll
+  for (int n = 0; n < COUNT; n++)
 #pragma unroll
     for (int i = 0; i < TILES_OUT; i++) {
-      mma(acc[n].out[i], value[i], weight[0], weight[1]);
-      seen[n] ^= value[i].w;
+      mma(acc[n].out[i], value[n][i], weight[n][0], weight[n][1]);
+      seen[n] ^= value[n][i].w;
     }
-  }
   __syncwarp();
 #pragma unroll
   for (int n = 0; n < COUNT; n++)
@@ -261,12 +278,12 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
 
 // Where the sums of rows that are joined at once lie: first where this stage's partial sums do, then where those of the stages
 // before and after do.
-DEV int place_now(Context& c, int place) { return (c.part_parity * PARTS + place) % (2 * PARTS); }
+DEV u32 place_now(Context& c, int place) { return (u32)(c.part_parity * PARTS + place) % (2 * PARTS); }
 // Leaves a warp's sum of a row for `publish_splits`: 16 bytes of each tile of lanes with heads, one after the other.
 DEV void store_attention(Context& c, int place, Accumulator& acc) {
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 1);
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 2);
-  const int at = place_now(c, place);
+  const u32 at = place_now(c, place);
   if (c.q == 0) *(float2*)c.s.merge[0][at][c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
   if (c.q >= GROUP / 2) return;
   float4* to = (float4*)(c.s.part[0] + at * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
