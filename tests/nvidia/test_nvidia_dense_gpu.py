@@ -31,6 +31,8 @@ CASES = {
     "mixed": [[5], [700, 701, 702], [63]],
     "seven": [[i * 97] for i in range(7)],
     "eight": [[3000 - i * 331] for i in range(8)],
+    "long": [[40000]],
+    "long and short": [[20000], [63], [9001, 9002], [1023]],
 }
 # Relative distance of logits from float32. The kernel rounds what it multiplies to bfloat16 and nothing else; a path
 # that also keeps its residual in bfloat16 is farther away (`test_closer_than_bfloat16`).
@@ -42,7 +44,7 @@ def built(request: pytest.FixtureRequest) -> Iterator[tuple[DenseStep, object]]:
     shape = SHAPES[request.param]
     weights = random_weights(shape, 11, "cuda")
     step = DenseStep(
-        plans.DensePlan(shape), weights, rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 9000, "cuda")
+        plans.DensePlan(shape), weights, rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 40_001, "cuda")
     )
     yield step, weights
     step.function.close()
