@@ -341,7 +341,6 @@ DEV void copy_tensor(u32 to, const u8* map, int slot, int head, u32 barrier, u64
       }
 }
 DEV void prefetch_tensor(const u8*, int, int) {}
-DEV void prefetch_bytes(const u8*, u32) {}
 DEV void map_ready(const u8*) {}
 DEV void send(u32 to, u32 v, u32 barrier) { emu_later({1, to, {v, 0, 0, 0}, 4, nullptr, barrier, emu_now->block}); }
 DEV void send(u32 to, uint4 v, u32 barrier) {

@@ -21,7 +21,7 @@ DEV void count_units(Control& k, int rows) {
 #pragma unroll 1
   for (int row = 0; row < rows; row++) {
     const int units = (k.end[row] - k.begin[row] + UNIT_TOKENS - 1) / UNIT_TOKENS, sums = min(units, WARPS);
-    if (parts + sums > 2 * PARTS) {
+    if (parts + sums > PARTS) {
       k.joined |= 1u << (row - 1);
       parts = 0;
     }
@@ -276,17 +276,14 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
     if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen[n], shared_address(&c.s.unit_empty[units[n].index % UNITS])));
 }
 
-// Where the sums of rows that are joined at once lie: first where this stage's partial sums do, then where those of the stages
-// before and after do.
-DEV u32 place_now(Context& c, int place) { return (u32)(c.part_parity * PARTS + place) % (2 * PARTS); }
 // Leaves a warp's sum of a row for `publish_splits`: 16 bytes of each tile of lanes with heads, one after the other.
 DEV void store_attention(Context& c, int place, Accumulator& acc) {
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 1);
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 2);
-  const u32 at = place_now(c, place);
-  if (c.q == 0) *(float2*)c.s.merge[0][at][c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
+  if (c.q == 0)
+    *(float2*)c.s.merge[c.part_parity][place][c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
   if (c.q >= GROUP / 2) return;
-  float4* to = (float4*)(c.s.part[0] + at * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
+  float4* to = (float4*)(part_now(c) + place * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
 #pragma unroll
   for (int i = 0; i < TILES_OUT; i++)
     to[i * 8 * (GROUP / 2)] = make_float4(acc.out[i][0], acc.out[i][1], acc.out[i][2], acc.out[i][3]);
@@ -300,26 +297,25 @@ DEV void publish_splits(Context& c, int first, int last, int head, int split) {
     const int row = first + i / ROW_PARTS, piece = i % ROW_PARTS;
     const int q = piece % (GROUP / 2), g = piece / (GROUP / 2) % 8, tile = piece / (GROUP / 2) / 8;
     const int place = k.place[row], sums = min(k.first_unit[row + 1] - k.first_unit[row], WARPS);
-    float4 m[WARPS];  // maximum and sum of head 2q, then of head 2q + 1
+    const float4* part = (const float4*)(part_now(c) + place * GROUP_DIM) + piece;
+    float4 m[WARPS], x[WARPS];  // maximum and sum of head 2q, then of head 2q + 1; the piece itself
     float top[2] = {-1e30f, -1e30f}, sum[2] = {}, out[4] = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      m[w] = make_float4(-1e30f, 0.f, -1e30f, 0.f);
-      if (w < sums) m[w] = *(const float4*)c.s.merge[0][place_now(c, place + w)][2 * q];
+      m[w] = w < sums ? *(const float4*)c.s.merge[c.part_parity][place + w][2 * q] : make_float4(-1e30f, 0.f, -1e30f, 0.f);
+      x[w] = w < sums ? part[w * ROW_PARTS] : make_float4(0.f, 0.f, 0.f, 0.f);
       top[0] = fmaxf(top[0], m[w].x);
       top[1] = fmaxf(top[1], m[w].z);
     }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      if (w >= sums) break;
       const float even = fast_exp2(m[w].x - top[0]), odd = fast_exp2(m[w].z - top[1]);
-      const float4 x = ((const float4*)(c.s.part[0] + place_now(c, place + w) * GROUP_DIM))[piece];
       sum[0] = fmaf(m[w].y, even, sum[0]);
       sum[1] = fmaf(m[w].w, odd, sum[1]);
-      out[0] = fmaf(x.x, even, out[0]);
-      out[1] = fmaf(x.y, odd, out[1]);
-      out[2] = fmaf(x.z, even, out[2]);
-      out[3] = fmaf(x.w, odd, out[3]);
+      out[0] = fmaf(x[w].x, even, out[0]);
+      out[1] = fmaf(x[w].y, odd, out[1]);
+      out[2] = fmaf(x[w].z, even, out[2]);
+      out[3] = fmaf(x[w].w, odd, out[3]);
     }
     const int at = head * SPLITS + split;
 #pragma unroll
@@ -332,7 +328,6 @@ DEV void publish_splits(Context& c, int first, int last, int head, int split) {
         publish(c, row, W_LSE + at * GROUP + h, __float_as_uint(sum[e] > 0.f ? top[e] + __log2f(sum[e]) : -1e30f));
     }
   }
-  if (k.place[last] + WARPS > PARTS) block_sync();  // whoever is ahead may write there next
   c.part_parity ^= 1;
 }
 

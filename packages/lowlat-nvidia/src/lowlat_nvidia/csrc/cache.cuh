@@ -90,23 +90,15 @@ DEV void copy_unit(const Params& p, Shared& s, u32 units, const Cursor& at, int 
 DEV void prefetch_unit(const Params& p, const Shared& s, const Cursor& at, int lane) {
   const int head = blockIdx.x / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
   if (!together(p, where, first, lane) || lane >= 2) return;
-#if WHOLE
-  // Slots of all heads at once, by the blocks of the heads in turn: long runs of memory.
-  if (p.head_stride == HEAD_DIM && p.slot_stride == KV_HEADS * HEAD_DIM) {
-    if ((int)(at.index / COPY_WARPS % KV_HEADS) == head)
-      prefetch_bytes(s.control.pools[at.layer][lane] + first * p.slot_stride * 2, UNIT_TOKENS * KV_HEADS * HEAD_DIM * 2);
-    return;
-  }
-#endif
   prefetch_tensor(p.maps + (at.layer * 2 + lane) * TENSOR_MAP, first, head);
 }
 // What a copying warp does: every fourth unit, as its place in the ring becomes empty.
 DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   const int layer_units = s.control.first_unit[p.rows], end = runs(p, 2) && layer_units ? end_layer(p) : 0;
-  // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
-  // other block is waited for.
-  const bool patient = PACED && !PLAIN_COPIES && p.rows == 1 && 2 * layer_units <= UNITS;
-  const int lead = 2;  // layers of such a row that are copied ahead
+  // Copies for a layer wait for the stage before it that streams most weights, where no other block is waited for: what blocks
+  // exchange after attention would queue behind them. They may be two layers ahead where the ring holds as many.
+  const int lead = !PACED || PLAIN_COPIES ? LAYERS + 2 : 2 * layer_units <= UNITS ? 2 : 1;
+  const bool short_rows = AHEAD > 0 && layer_units <= AHEAD + UNITS;
   const u64 policy = read_once_policy();
   Cursor at = {first_layer(p), 0, 0, 0};
   enter_row(p, s, at);
@@ -116,13 +108,13 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
 #pragma unroll 1
   while (at.layer < end) {
     const u32 empty = shared_address(&s.unit_empty[at.index % UNITS]), phase = (at.index / UNITS & 1) ^ 1;
-    if ((!patient || __all_sync(~0u, s.progress > at.layer - lead)) && __all_sync(~0u, barrier_test(empty, phase))) {
+    if (__all_sync(~0u, s.progress > at.layer - lead) && __all_sync(~0u, barrier_test(empty, phase))) {
       copy_unit(p, s, units, at, lane, policy);
       advance(p, s, at, COPY_WARPS, end, lane);
       since = clock_now();
       continue;
     }
-    if (AHEAD > 0 && !patient && next.layer < end && next.index < at.index + AHEAD) {
+    if (short_rows && next.layer < end && next.index < at.index + AHEAD && __all_sync(~0u, s.progress > next.layer - lead)) {
       if (next.index <= at.index)
         next = at;
       else

@@ -151,14 +151,12 @@ DEV u32 after(Context& c, u32 seen, u32 address) { return address + min(seen, c.
 
 // ---- weights
 
-// Starts the copy of this warp's next page, and brings one for which the ring has no room yet into the L2.
+// Starts the copy of this warp's next page.
 DEV void fill_page(Context& c, u32 to, u32 full) {
   if (c.pages == end_page(c.p)) return;
   if (c.lane == 0) {
     barrier_expect(full, PAGE);
     copy_bulk(to, c.weights, PAGE, full, c.policy);
-    if (WEIGHTS_AHEAD > 0 && c.pages + WEIGHTS_AHEAD < end_page(c.p))
-      prefetch_bytes(c.weights + (long)WEIGHTS_AHEAD * BLOCKS * WARPS * PAGE, PAGE);
   }
   c.pages++;
   c.weights += (long)BLOCKS * WARPS * PAGE;

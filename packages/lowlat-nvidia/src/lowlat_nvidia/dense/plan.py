@@ -141,18 +141,16 @@ class DensePlan:
     """A shape with the choices that tune it.
 
     `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits) are under way; `ahead`
-    units, and `weights_ahead` pages of a warp, come into the L2 before there is room for them. What all blocks read is
+    units come into the L2 before there is room for them, where contexts are short. What all blocks read is
     published `copies` times when rows are few; more than `probe_above` rows (None: as measured) are waited for by one
-    vector. Idle warps that copy sleep `idle_ns`; with `paced`, one row's copies wait for the stage that streams most.
-    `plain_copies` is for tools that watch every access, `alone` can run stages one by one (`dense.alone`).
+    vector. Idle warps that copy sleep `idle_ns`; with `paced`, copies for a layer wait for the stage before it that
+    streams most. `plain_copies` is for tools that watch every access, `alone` runs stages one by one (`dense.alone`).
     """
 
     shape: DenseShape
     ring_limit: int = 96 * 1024
     units: int = 0
-    ahead: int = 0
-    whole: bool = False
-    weights_ahead: int = 0
+    ahead: int | None = None
     stamps: int = 0
     copies: int = 4
     probe_above: int | None = None
@@ -239,6 +237,10 @@ class DensePlan:
         """As measured: one row of a wide model is polled whole, everything else by one vector first."""
         return self.probe_above if self.probe_above is not None else int(self.shape.hidden > 1024)
 
+    def _ahead(self) -> int:
+        """As measured: it helps wide models, whose stages take long, and nothing else."""
+        return self.ahead if self.ahead is not None else 32 if self.shape.hidden > 2048 else 0
+
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
         s = self.shape
@@ -259,9 +261,7 @@ class DensePlan:
             "PAGE_FRAGMENTS": self.page_fragments,
             "RING_PAGES": self.ring_pages,
             "UNITS": self.ring_units,
-            "AHEAD": self.ahead,
-            "WHOLE": int(self.whole),
-            "WEIGHTS_AHEAD": self.weights_ahead,
+            "AHEAD": self._ahead(),
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "PROBE_ABOVE": self._probe_above(),
