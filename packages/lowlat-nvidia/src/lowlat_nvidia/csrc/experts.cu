@@ -13,11 +13,11 @@ constexpr int FIRST_PAIRS = HIDDEN / (64 * WARPS), FIRST_TILES = INNER / 8, FIRS
 constexpr int PAGE_PARTS = 8, PARTS_PAGES = WARPS / PAGE_PARTS;  // parts of a page; pages of a tile
 // Down: a warp takes tiles of 16 outputs over all inputs.
 constexpr int SECOND_PAIRS = INNER / 64, SECOND_TILES = HIDDEN / 16, SECOND_TILE = SECOND_PAIRS * PAIR_ALL;
-constexpr int PAGE_TILES = 4, BATCH = 3;  // tiles of a page; pairs that a warp loads at a time
+constexpr int PAGE_TILES = 4;  // tiles of a page
+constexpr int DEPTH = SECOND_PAIRS % 3 == 0 ? 3 : SECOND_PAIRS % 2 == 0 ? 2 : 1;  // pairs that a warp has loaded ahead
 constexpr int PLACES = PAGES * PAGE_TILES, BUFFERS = 4;  // of tiles of down; of a tile's partial sums
-constexpr int HELD = SECOND_PAIRS < 9 ? SECOND_PAIRS : 9;  // pairs whose activations a warp keeps in registers
 constexpr int PAGE = PAGE_PARTS * FIRST_PART > PAGE_TILES * SECOND_TILE ? PAGE_PARTS * FIRST_PART : PAGE_TILES * SECOND_TILE;
-static_assert(PLACES <= 32 && PARTS_PAGES * PAGE_TILES <= 32, "a lane fills a place");
+static_assert(PLACES <= 32 && PARTS_PAGES * PAGE_TILES <= 32 && PAGES / 2 <= FINISHERS, "a lane fills a place");
 static_assert(HIDDEN % (64 * WARPS) == 0 && INNER % 64 == 0 && ROUTER_THREADS % 32 == 0, "sizes");
 
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const Params p) {
@@ -67,31 +67,32 @@ struct Shared {
     alignas(16) uint4 rows[2][SECOND_PAIRS * 2][32];         // down: a block's outputs come from at most two experts
     float2 scores[MAX_ROWS * EXPERTS];                       // before both
   };
-  u32 most[2][ALL_WARPS][MAX_ROWS];
+  u32 most[2][WARPS][MAX_ROWS];
   float units[2][MAX_ROWS];
   Choice choice;
-  u32 epoch;
   // Barriers: pages of gate and up and tiles of down that have come, tiles of down that have been read, partial sums that
   // are there, and that have been taken.
   u64 full[PAGES], tiles[PLACES], empty[PLACES], whole[BUFFERS], taken[BUFFERS];
 };
 static_assert(sizeof(Shared) <= RING, "the ring lies behind");
-// What a block does: tiles of gate and up, then of down, which even out what whole tiles of the former leave uneven.
+// What a block does. Tiles of gate and up go round the blocks, so that all but the last experts' are done long before the
+// end, and down of those need not wait. Tiles of down lie side by side; they even out what whole tiles of the former leave
+// uneven, and blocks that have down of the last experts get fewer, because they wait for them.
 struct Work {
-  int first, first_end, second, second_end;
+  int firsts, second, second_end;
 };
-DEV int first_share(long long experts, long long block) { return (int)(experts * FIRST_TILES * block / gridDim.x); }
+constexpr long long WAITING = 128, TILE = WARPS * FIRST_PAIRS;  // in pairs; pairs of a tile of gate and up
+DEV int first_item(int k) { return blockIdx.x + k * gridDim.x; }
 DEV int second_share(long long experts, long long block) {
-  constexpr long long TILE = WARPS * FIRST_PAIRS;  // pairs of a tile of gate and up
-  const long long pairs = experts * SECOND_TILES * SECOND_PAIRS;
-  if (pairs < (TILE + 1) * gridDim.x) return (int)(experts * SECOND_TILES * block / gridDim.x);
-  return (int)(((experts * FIRST_TILES * TILE + pairs) * block / gridDim.x - first_share(experts, block) * TILE) /
-               SECOND_PAIRS);
+  const long long items = experts * FIRST_TILES, pairs = experts * SECOND_TILES * SECOND_PAIRS, blocks = gridDim.x;
+  if (pairs < (TILE + WAITING + 1) * blocks) return (int)(experts * SECOND_TILES * block / blocks);
+  const long long firsts = items / blocks * block + min(block, items % blocks), last = 3 * blocks / experts;
+  const long long shared = (items * TILE + pairs + last * WAITING) * block / blocks;
+  return (int)((shared - firsts * TILE - WAITING * max(0ll, block - blocks + last)) / SECOND_PAIRS);
 }
 DEV Work share_work(int experts) {
-  const int block = blockIdx.x;
-  return {first_share(experts, block), first_share(experts, block + 1), second_share(experts, block),
-          second_share(experts, block + 1)};
+  const int block = blockIdx.x, blocks = gridDim.x;
+  return {(experts * FIRST_TILES - block + blocks - 1) / blocks, second_share(experts, block), second_share(experts, block + 1)};
 }
 
 // The ring. Pages are numbered in the order in which they are filled: two for a tile of gate and up, then those of down.
@@ -107,7 +108,7 @@ DEV void wait_for(const Params& p, u64* barrier, u32 phase, u32 stage) {
 // One thread: the tile of down that is number `n` of this block, to its place.
 DEV void copy_second(const Params& p, Shared& s, const Work& work, int n, u64 policy) {
   if (p.phases < 2 || work.second + n >= work.second_end) return;
-  const int item = work.second + n, place = n % PLACES, before = (work.first_end - work.first) * PARTS_PAGES;
+  const int item = work.second + n, place = n % PLACES, before = work.firsts * PARTS_PAGES;
   const long long tile = (long long)s.choice.experts[item / SECOND_TILES] * SECOND_TILES + item % SECOND_TILES;
   const u32 barrier = shared_address(&s.tiles[place]);
   barrier_expect(barrier, SECOND_TILE);
@@ -116,7 +117,7 @@ DEV void copy_second(const Params& p, Shared& s, const Work& work, int n, u64 po
 }
 // PAGE_TILES threads fill a page for the first time, or again when a tile of gate and up is done with.
 DEV void fill_page(const Params& p, Shared& s, const Work& work, int number, int part, u64 policy) {
-  const int before = (work.first_end - work.first) * PARTS_PAGES, item = work.first + number / PARTS_PAGES;
+  const int before = work.firsts * PARTS_PAGES, item = first_item(number / PARTS_PAGES);
   if (number >= before) return copy_second(p, s, work, (number - before) * PAGE_TILES + part, policy);
   if (part) return;
   constexpr int BYTES = PAGE_PARTS * FIRST_PART;
@@ -145,7 +146,7 @@ DEV void quantise_rows(Rows& rows, int lane) {
 }
 // One warp sums a tile over all warps, applies the activation and publishes. Lane: output lane / 2, four rows; outputs 8
 // to 15 are ups. Both halves of the warp take two rows each of what the other has loaded.
-DEV void activate(const Params& p, Shared& s, int buffer, int lane, int item) {
+DEV void activate(const Params& p, Shared& s, int buffer, int lane, int item, u32 epoch) {
   float v[4] = {0, 0, 0, 0}, other[4];
 #pragma unroll
   for (int w = 0; w < WARPS; w++) {
@@ -163,13 +164,12 @@ DEV void activate(const Params& p, Shared& s, int buffer, int lane, int item) {
     const float gate = fminf(gates ? v[i] : other[2 + i], LIMIT);
     const float up = fminf(fmaxf(gates ? other[i] : v[2 + i], -LIMIT), LIMIT);
     const long long place = ((long long)slot * MAX_ROWS + row) * INNER + n;
-    if (row < p.rows) store_exchange(p.inner + place * 8, __float_as_uint(gate / (1.f + expf(-gate)) * up), s.epoch);
+    if (row < p.rows) store_exchange(p.inner + place * 8, __float_as_uint(gate / (1.f + expf(-gate)) * up), epoch);
   }
 }
 DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work& work, int warp, int lane) {
-  const int items = work.first_end - work.first;
 #pragma unroll 1
-  for (int k = 0; k < items; k++) {
+  for (int k = 0; k < work.firsts; k++) {
     const int number = k * PARTS_PAGES + warp / PAGE_PARTS, buffer = k % BUFFERS;
     wait_for(p, &s.full[number % PAGES], number / PAGES & 1, 1);
     const u32 part = page_address(number) + warp % PAGE_PARTS * FIRST_PART;
@@ -191,36 +191,41 @@ DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work
   }
 }
 // The finishers take turns.
-DEV void finish_first(const Params& p, Shared& s, const Work& work, int turn, int lane, u64 policy) {
+DEV void finish_first(const Params& p, Shared& s, const Work& work, int turn, int lane, u64 policy, u32 epoch) {
+  // The second half of the ring: asked for when the first comes, or all would come late together.
+  if (turn < PAGES / 2) {
+    if (turn < work.firsts * PARTS_PAGES) wait_for(p, &s.full[turn], 0, 1);
+    if (lane < PAGE_TILES) fill_page(p, s, work, PAGES / 2 + turn, lane, policy);
+    __syncwarp();
+  }
 #pragma unroll 1
-  for (int k = turn; work.first + k < work.first_end; k += FINISHERS) {
+  for (int k = turn; k < work.firsts; k += FINISHERS) {
     wait_for(p, &s.whole[k % BUFFERS], k / BUFFERS & 1, 4);
     if (lane < PARTS_PAGES * PAGE_TILES)  // all warps have read the tile's pages
       fill_page(p, s, work, k * PARTS_PAGES + PAGES + lane / PAGE_TILES, lane % PAGE_TILES, policy);
     __syncwarp();
-    activate(p, s, k % BUFFERS, lane, work.first + k);
+    activate(p, s, k % BUFFERS, lane, first_item(k), epoch);
   }
 }
 
 // The activations of the experts of this block's outputs, as rows of matrix instructions. They come from other blocks.
-DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots, int warp, int lane) {
-  constexpr int GROUPS = INNER / GROUP, EACH = (2 * GROUPS + ALL_WARPS - 1) / ALL_WARPS;
+DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots, int warp, int lane, u32 epoch) {
+  constexpr int GROUPS = INNER / GROUP, EACH = (2 * GROUPS + WARPS - 1) / WARPS;
   const int row = lane / 4;
-  const u32 epoch = s.epoch;
   uint4 got[EACH][4], x[EACH];
   u32 powers[EACH], polls = 0, unit0 = 0, unit1 = 0;
 #pragma unroll
   for (int i = 0; i < EACH; i++)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const bool wanted = i * ALL_WARPS + warp < slots * GROUPS && row < p.rows;
+      const bool wanted = i * WARPS + warp < slots * GROUPS && row < p.rows;
       got[i][j] = make_uint4(0, wanted ? ~epoch : epoch, 0, epoch);
     }
   bool missing = true;
   while (missing && polls <= p.spin_limit) {  // all that have not come are asked for at once
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int u = i * ALL_WARPS + warp;
+      const int u = i * WARPS + warp;
       const u8* at = p.inner + (((long long)(first_slot + u / GROUPS) * MAX_ROWS + row) * INNER + u % GROUPS * GROUP +
                                 lane % 4 * 8) * 8;
 #pragma unroll
@@ -242,21 +247,24 @@ DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots,
     for (int j = 0; j < 4; j++) v[2 * j] = __uint_as_float(got[i][j].x), v[2 * j + 1] = __uint_as_float(got[i][j].z);
     powers[i] = group_power(group_largest(v));
     x[i] = rounded_half(v, powers[i]);
-    const int u = i * ALL_WARPS + warp;
+    const int u = i * WARPS + warp;
     if (u < GROUPS) unit0 = max(unit0, powers[i]);
     if (u >= GROUPS && u < slots * GROUPS) unit1 = max(unit1, powers[i]);
   }
   if (lane % 4 == 0) s.most[0][warp][row] = unit0, s.most[1][warp][row] = unit1;
-  __syncthreads();
+  named_sync(2, THREADS);  // partial sums are no longer read, too: rows take their place
 #pragma unroll
-  for (int w = 0; w < ALL_WARPS; w++) unit0 = max(unit0, s.most[0][w][row]), unit1 = max(unit1, s.most[1][w][row]);
+  for (int w = lane % 4; w < WARPS; w += 4) unit0 = max(unit0, s.most[0][w][row]), unit1 = max(unit1, s.most[1][w][row]);
+#pragma unroll
+  for (int o = 1; o < 4; o *= 2)
+    unit0 = max(unit0, __shfl_xor_sync(~0u, unit0, o)), unit1 = max(unit1, __shfl_xor_sync(~0u, unit1, o));
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    const int u = i * ALL_WARPS + warp;
+    const int u = i * WARPS + warp;
     if (u < slots * GROUPS) s.rows[u / GROUPS][u % GROUPS][lane] = in_units(x[i], powers[i], u < GROUPS ? unit0 : unit1);
   }
   if (warp == 0 && lane % 4 == 0) s.units[0][row] = power_value(unit0), s.units[1][row] = power_value(unit1);
-  __syncthreads();
+  named_sync(1, 32 * WARPS);
 }
 // Where the outputs of an expert go for rows 2q and 2q + 1: row * TOP + place among the row's experts, or -1.
 DEV void find_places(const Params& p, const Choice& c, int expert, int lane, int (&place)[2]) {
@@ -270,46 +278,52 @@ DEV void find_places(const Params& p, const Choice& c, int expert, int lane, int
   }
 }
 DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first_slot, int warp, int lane) {
-  const int before = (work.first_end - work.first) * PARTS_PAGES;
+  const int before = work.firsts * PARTS_PAGES;
+  u32 tile = 0, rows = 0, scales[DEPTH];
+  uint4 w[DEPTH], x[DEPTH][2];
+  auto go_to = [&](int n) {  // the tile that is loaded from now on
+    const int place = n % PLACES;
+    rows = shared_address(s.rows[(work.second + n) / SECOND_TILES - first_slot]) + lane * 16;
+    tile = page_address(before + n / PAGE_TILES) + place % PAGE_TILES * SECOND_TILE;
+    wait_for(p, &s.tiles[place], n / PLACES & 1, 2);
+  };
+  auto load = [&](int pair, int i) {
+    scales[i] = load_shared_word(tile + SECOND_PAIRS * PAIR_BYTES + pair * PAIR_SCALES + lane / 4 * 4);
+    w[i] = load_shared(tile + pair * PAIR_BYTES + lane * 16);
+    x[i][0] = load_shared(rows + pair * 1024);
+    x[i][1] = load_shared(rows + pair * 1024 + 512);
+  };
+  bool more = work.second + warp < work.second_end;
+  if (more) go_to(warp);
+  for (int i = 0; more && i < DEPTH; i++) load(i, i);
   int slot = -1, goes[2] = {-1, -1};
-  uint4 held[2 * HELD];
 #pragma unroll 1
-  for (int n = warp; work.second + n < work.second_end; n += WARPS) {
-    const int item = work.second + n, place = n % PLACES, which = item / SECOND_TILES - first_slot;
-    const u32 rows = shared_address(s.rows[which]) + lane * 16;
+  for (int n = warp; more; n += WARPS) {
+    const int item = work.second + n;
     if (item / SECOND_TILES != slot) {
       slot = item / SECOND_TILES;
       find_places(p, s.choice, s.choice.experts[slot], lane, goes);
-#pragma unroll
-      for (int i = 0; i < 2 * HELD; i++) held[i] = load_shared(rows + i * 512);
     }
-    wait_for(p, &s.tiles[place], n / PLACES & 1, 2);
-    const u32 tile = page_address(before + n / PAGE_TILES) + place % PAGE_TILES * SECOND_TILE;
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int from = 0; from < SECOND_PAIRS; from += BATCH) {
-      uint4 w[BATCH];
-      u32 scales[BATCH];
-      const int count = SECOND_PAIRS - from < BATCH ? SECOND_PAIRS - from : BATCH;
-#pragma unroll
-      for (int i = 0; i < BATCH; i++)
-        if (i < count) {
-          scales[i] = load_shared_word(tile + SECOND_PAIRS * PAIR_BYTES + (from + i) * PAIR_SCALES + lane / 4 * 4);
-          w[i] = load_shared(tile + (from + i) * PAIR_BYTES + lane * 16);
-        }
-      if (from + BATCH >= SECOND_PAIRS) {
+    for (int pair = 0; pair < SECOND_PAIRS; pair++) {
+      const int i = pair % DEPTH;
+      const u32 u = scales[i];
+      add_group(sum, w[i].x, w[i].y, u & 255, u >> 8 & 255, x[i][0]);
+      add_group(sum, w[i].z, w[i].w, u >> 16 & 255, u >> 24, x[i][1]);
+      if (pair + DEPTH == SECOND_PAIRS) {  // all of the tile has been read
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&s.empty[place]));
+        if (lane == 0) barrier_arrive(shared_address(&s.empty[n % PLACES]));
+        more = item + WARPS < work.second_end;
+        if (more) go_to(n + WARPS);
       }
-      multiply_pairs<BATCH>(sum, w, scales, count, [&](int i) {
-        return 2 * from + i < 2 * HELD ? held[2 * from + i] : load_shared(rows + (2 * from + i) * 512);
-      });
+      if (pair + DEPTH < SECOND_PAIRS || more) load((pair + DEPTH) % SECOND_PAIRS, i);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (goes[i] >= 0) {
         float* to = p.parts + (long long)goes[i] * HIDDEN + item % SECOND_TILES * 16 + lane / 4;
-        const float unit = FP4_TO_HALF * s.units[which][lane % 4 * 2 + i];
+        const float unit = FP4_TO_HALF * s.units[slot - first_slot][lane % 4 * 2 + i];
         to[0] = sum[i] * unit;
         to[8] = sum[i + 2] * unit;
       }
@@ -347,35 +361,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
   }
   wait_for_earlier_kernel();
   if (p.listed) fetch_rows(p, rows, warp, lane);
-  u32 epoch = 0;
-  if (thread == 0) epoch = __ldcg(p.epochs + blockIdx.x) + 1;
+  const u32 last = __ldcg(p.epochs + blockIdx.x);
   choose(p, s.choice, s.scores);
   let_next_kernel_start();
   const Work work = share_work(s.choice.count);
   const u64 policy = read_once_policy();
-  if (warp < PAGES && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
-  if (thread == 0) p.epochs[blockIdx.x] = s.epoch = epoch;
+  if (warp < PAGES / 2 && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
+  if (thread == 0) p.epochs[blockIdx.x] = last + 1;
   if (blockIdx.x == 0 && !p.listed && warp < p.rows && lane < TOP) {
     p.chosen[warp * TOP + lane] = s.choice.chosen[warp][lane];
     p.weights[warp * TOP + lane] = s.choice.weights[warp][lane];
   }
   __syncwarp();
-  if (p.listed) quantise_rows(rows, lane);  // after the weights are on their way
   const bool down = p.phases > 1 && work.second < work.second_end;
   const int first_slot = work.second / SECOND_TILES, slots = (work.second_end - 1) / SECOND_TILES - first_slot + 1;
   if (warp >= WARPS) {
     give_registers<64>();
-    finish_first(p, s, work, warp - WARPS, lane, policy);
-    if (!down) return;
-    __syncthreads();
-    take_activations(p, s, first_slot, slots, warp, lane);
-    if (warp == WARPS) refill_second(p, s, work, lane, policy);
+    finish_first(p, s, work, warp - WARPS, lane, policy, last + 1);
+    if (down) named_arrive(2, THREADS);
+    if (down && warp == WARPS) refill_second(p, s, work, lane, policy);
   } else {
     take_registers<104>();
+    if (p.listed) quantise_rows(rows, lane);  // after the weights are on their way
     multiply_first(p, s, rows, work, warp, lane);
     if (!down) return;
-    __syncthreads();  // partial sums are no longer read: rows take their place
-    take_activations(p, s, first_slot, slots, warp, lane);
+    take_activations(p, s, first_slot, slots, warp, lane, last + 1);
     multiply_second(p, s, work, first_slot, warp, lane);
   }
 }
