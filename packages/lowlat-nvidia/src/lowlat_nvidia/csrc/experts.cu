@@ -17,7 +17,7 @@ constexpr int PAGE_TILES = 4;  // tiles of a page
 constexpr int DEPTH = SECOND_PAIRS % 3 == 0 ? 3 : SECOND_PAIRS % 2 == 0 ? 2 : 1;  // pairs that a warp has loaded ahead
 constexpr int PLACES = PAGES * PAGE_TILES, BUFFERS = 4;  // of tiles of down; of a tile's partial sums
 constexpr int PAGE = PAGE_PARTS * FIRST_PART > PAGE_TILES * SECOND_TILE ? PAGE_PARTS * FIRST_PART : PAGE_TILES * SECOND_TILE;
-static_assert(PLACES <= 32 && PARTS_PAGES * PAGE_TILES <= 32 && PAGES / 2 <= FINISHERS, "a lane fills a place");
+static_assert(PLACES <= 32 && PARTS_PAGES * PAGE_TILES <= 32 && PAGES / 2 <= 2 * PARTS_PAGES, "a lane fills a place");
 static_assert(HIDDEN % (64 * WARPS) == 0 && INNER % 64 == 0 && ROUTER_THREADS % 32 == 0, "sizes");
 
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const Params p) {
@@ -168,20 +168,35 @@ DEV void activate(const Params& p, Shared& s, int buffer, int lane, int item, u3
   }
 }
 DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work& work, int warp, int lane) {
+  constexpr int NEXT = FIRST_PAIRS > 2 ? FIRST_PAIRS - 3 : 0;  // after this pair the next tile is waited for and loaded
+  uint4 w[FIRST_PAIRS];
+  u32 scales[FIRST_PAIRS], part = 0;
+  auto go_to = [&](int k) {  // the tile that is loaded from now on
+    const int number = k * PARTS_PAGES + warp / PAGE_PARTS;
+    wait_for(p, &s.full[number % PAGES], number / PAGES & 1, 1);
+    part = page_address(number) + warp % PAGE_PARTS * FIRST_PART;
+  };
+  auto load = [&](int i) {
+    scales[i] = load_shared_word(part + FIRST_PAIRS * PAIR_BYTES + i * PAIR_SCALES + lane / 4 * 4);
+    w[i] = load_shared(part + i * PAIR_BYTES + lane * 16);
+  };
+  if (work.firsts) go_to(0);
+#pragma unroll
+  for (int i = 0; i < FIRST_PAIRS; i++)
+    if (work.firsts) load(i);
 #pragma unroll 1
   for (int k = 0; k < work.firsts; k++) {
-    const int number = k * PARTS_PAGES + warp / PAGE_PARTS, buffer = k % BUFFERS;
-    wait_for(p, &s.full[number % PAGES], number / PAGES & 1, 1);
-    const u32 part = page_address(number) + warp % PAGE_PARTS * FIRST_PART;
-    uint4 w[FIRST_PAIRS];
-    u32 scales[FIRST_PAIRS];
+    const int buffer = k % BUFFERS;
+    const bool more = k + 1 < work.firsts;
+    float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < FIRST_PAIRS; i++) {
-      scales[i] = load_shared_word(part + FIRST_PAIRS * PAIR_BYTES + i * PAIR_SCALES + lane / 4 * 4);
-      w[i] = load_shared(part + i * PAIR_BYTES + lane * 16);
+      add_pair(sum, w[i], scales[i], rows.x[2 * i], rows.x[2 * i + 1]);
+      if (i == NEXT && more) go_to(k + 1);
+      if (i == NEXT && more)
+        for (int j = 0; j < NEXT; j++) load(j);
+      if (i >= NEXT && more) load(i);
     }
-    float sum[4] = {0, 0, 0, 0};
-    multiply_pairs<FIRST_PAIRS>(sum, w, scales, FIRST_PAIRS, [&](int i) { return rows.x[i]; });
     if (k >= BUFFERS) wait_for(p, &s.taken[buffer], (k / BUFFERS - 1) & 1, 4);
     float* to = s.parts[buffer][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2;
     *(float2*)to = make_float2(sum[0] * rows.even, sum[1] * rows.odd);
@@ -192,17 +207,19 @@ DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work
 }
 // The finishers take turns.
 DEV void finish_first(const Params& p, Shared& s, const Work& work, int turn, int lane, u64 policy, u32 epoch) {
-  // The second half of the ring: asked for when the first comes, or all would come late together.
-  if (turn < PAGES / 2) {
-    if (turn < work.firsts * PARTS_PAGES) wait_for(p, &s.full[turn], 0, 1);
-    if (lane < PAGE_TILES) fill_page(p, s, work, PAGES / 2 + turn, lane, policy);
+  // The second half of the ring: asked for when the first comes, or all would come late together. By the warp that will
+  // fill the first half again, which cannot be late for it so.
+  for (int page = 0; turn == 0 && page < PAGES / 2; page++) {
+    if (page < work.firsts * PARTS_PAGES) wait_for(p, &s.full[page], 0, 1);
+    if (lane < PAGE_TILES) fill_page(p, s, work, PAGES / 2 + page, lane, policy);
     __syncwarp();
   }
 #pragma unroll 1
   for (int k = turn; k < work.firsts; k += FINISHERS) {
     wait_for(p, &s.whole[k % BUFFERS], k / BUFFERS & 1, 4);
-    if (lane < PARTS_PAGES * PAGE_TILES)  // all warps have read the tile's pages
-      fill_page(p, s, work, k * PARTS_PAGES + PAGES + lane / PAGE_TILES, lane % PAGE_TILES, policy);
+    for (int tile = k ? k + 1 : 0; tile <= k + 1 && tile < work.firsts; tile++)  // all warps have read the next one, too
+      if (lane < PARTS_PAGES * PAGE_TILES)
+        fill_page(p, s, work, tile * PARTS_PAGES + PAGES + lane / PAGE_TILES, lane % PAGE_TILES, policy);
     __syncwarp();
     activate(p, s, k % BUFFERS, lane, first_item(k), epoch);
   }
@@ -308,9 +325,7 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
 #pragma unroll
     for (int pair = 0; pair < SECOND_PAIRS; pair++) {
       const int i = pair % DEPTH;
-      const u32 u = scales[i];
-      add_group(sum, w[i].x, w[i].y, u & 255, u >> 8 & 255, x[i][0]);
-      add_group(sum, w[i].z, w[i].w, u >> 16 & 255, u >> 24, x[i][1]);
+      add_pair(sum, w[i], scales[i], x[i][0], x[i][1]);
       if (pair + DEPTH == SECOND_PAIRS) {  // all of the tile has been read
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&s.empty[n % PLACES]));

@@ -151,14 +151,8 @@ DEV void add_group(float (&sum)[4], u32 w0, u32 w1, u32 scale_g, u32 scale_g8, u
   sum[2] += d[2] * s1;
   sum[3] += d[3] * s1;
 }
-// Pairs of groups, their scales of rows g and g + 8, and the rows that they multiply: rows(i) of group i.
-template <int COUNT, class Rows>
-DEV void multiply_pairs(float (&sum)[4], const uint4 (&w)[COUNT], const u32 (&scales)[COUNT], int count, Rows rows) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i++)
-    if (i < count) {
-      const u32 s = scales[i];
-      add_group(sum, w[i].x, w[i].y, s & 255, s >> 8 & 255, rows(2 * i));
-      add_group(sum, w[i].z, w[i].w, s >> 16 & 255, s >> 24, rows(2 * i + 1));
-    }
+// A pair of groups, their scales of rows g and g + 8, and what they multiply.
+DEV void add_pair(float (&sum)[4], uint4 w, u32 scales, uint4 x, uint4 y) {
+  add_group(sum, w.x, w.y, scales & 255, scales >> 8 & 255, x);
+  add_group(sum, w.z, w.w, scales >> 16 & 255, scales >> 24, y);
 }
