@@ -100,12 +100,12 @@ constexpr int dividing = PAGES % AT_MOST == 0 ? AT_MOST : dividing<PAGES, AT_MOS
 template <int PAGES>
 constexpr int dividing<PAGES, 1> = 1;
 template <int PAGES>
-constexpr int together = dividing<PAGES, 16 / PAGE_FRAGMENTS>;
+constexpr int at_once = dividing<PAGES, 16 / PAGE_FRAGMENTS>;
 // As `multiply_wide` and `multiply_narrow`, to the same bits, of row 0: outputs g and g + 8, or g, in lanes with q = 0.
 // `back(w, slots)` gives the pages back.
 template <int CHUNK, class Back>
 DEV float2 wide_one(Context& c, const uint4 (&a)[CHUNK], Back back) {
-  constexpr int PAGES = 2 * CHUNK / PAGE_FRAGMENTS, AT_ONCE = together<PAGES>, COUNT = AT_ONCE * PAGE_FRAGMENTS;
+  constexpr int PAGES = 2 * CHUNK / PAGE_FRAGMENTS, AT_ONCE = at_once<PAGES>, COUNT = AT_ONCE * PAGE_FRAGMENTS;
   float chain[4][4] = {};
 #pragma unroll
   for (int first = 0; first < 2 * CHUNK; first += COUNT) {
@@ -124,7 +124,7 @@ DEV float2 wide_one(Context& c, const uint4 (&a)[CHUNK], Back back) {
 }
 template <int CHUNK, class Back>
 DEV float narrow_one(Context& c, const uint4 (&a)[CHUNK], Back back) {
-  constexpr int AT_ONCE = together<CHUNK / PAGE_FRAGMENTS>, COUNT = AT_ONCE * PAGE_FRAGMENTS;
+  constexpr int AT_ONCE = at_once<CHUNK / PAGE_FRAGMENTS>, COUNT = AT_ONCE * PAGE_FRAGMENTS;
   float upper[2][4] = {}, lower[2][4] = {};
 #pragma unroll
   for (int first = 0; first < CHUNK; first += COUNT) {
