@@ -4,7 +4,6 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define DEV __device__ __forceinline__
-#define DEV_MEMBER DEV
 
 DEV u8* dynamic_shared() {
   extern __shared__ __align__(1024) u8 memory[];
@@ -168,8 +167,6 @@ DEV void barriers_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// A product that is rounded before it is added to: its bits do not depend on what the compiler makes of the sum.
-DEV float mul(float x, float y) { return __fmul_rn(x, y); }
 DEV float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -154,9 +154,6 @@ class DensePlan:
     stamps: int = 0
     copies: int = 4
     probe_above: int | None = None
-    one_probe: int = 2
-    one_row: bool = True
-    fold: bool = True
     idle_ns: int = 20
     paced: bool = True
     plain_copies: bool = False
@@ -236,12 +233,6 @@ class DensePlan:
         small += (2 * 8 + 2 * 128) * s.layers  # addresses and tensor maps of the pools
         return stream + 4 * self.exchange_words() + 4 * MAX_ROWS * s.vocab + 4 * positions * s.head_dim + small
 
-    @property
-    def folded(self) -> bool:
-        """Whether a step of one row computes the output projection by KV heads, and every block holds the residual."""
-        s = self.shape
-        return self.fold and WARPS % s.kv_heads == 0 and s.qdim == 256 * s.kv_heads and s.hidden <= 2048
-
     def _probe_above(self) -> int:
         """As measured: one row of a wide model is polled whole, everything else by one vector first."""
         return self.probe_above if self.probe_above is not None else int(self.shape.hidden > 1024)
@@ -274,9 +265,6 @@ class DensePlan:
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "PROBE_ABOVE": self._probe_above(),
-            "ONE_PROBE": self.one_probe,
-            "ONE_ROW": int(self.one_row),
-            "FOLD": int(self.folded),
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),
