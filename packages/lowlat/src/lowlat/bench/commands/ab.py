@@ -13,13 +13,13 @@ import typer
 from lowlat.bench.commands.common import (
     AsJson,
     Folder,
+    Keeper,
     Save,
     Weights,
     finish,
     numbers,
     plain_errors,
     random_weights,
-    replace_saved,
     say,
 )
 from lowlat.bench.results import Result, Simulated, new_result, slug
@@ -109,7 +109,7 @@ def ab(
         sides = measure.Sides(shared=shared, on=on, on_arm=name, one_at_a_time=one_at_a_time, together=together)
         subject = "requests" if preset == "8k1k" and (input_tokens, output_tokens) != (8192, 1024) else preset
         simulation = Simulated(weights=simulated, acceptance=acceptance)
-        saved: list[pathlib.Path] = []
+        kept = Keeper(save, results)
 
         def result_of(outcome: measure.AbOutcome, done: Sequence[Load]) -> Result:
             measure.check_covered(outcome, least_covered)
@@ -120,13 +120,10 @@ def ab(
             return result
 
         def keep(outcome: measure.AbOutcome, done: Sequence[Load]) -> None:
-            """Write what there is after each load, so that an end by force loses the last one alone."""
             if save:
-                saved[:] = [replace_saved(result_of(outcome, done), saved, results)]
+                kept(result_of(outcome, done))
 
         outcome = measure.run_ab(sides, loads, rounds=rounds, say=say, measured=keep)
         result = result_of(outcome, loads)
         print(f"kernels computed {outcome.covered.share:.1%} of the low-latency server's steps", file=sys.stderr)
-        finish(result, as_json=as_json, save_it=False, folder=None, weights_said=weights is not None)
-        for path in saved:
-            print(f"wrote {path}", file=sys.stderr)
+        finish(result, as_json=as_json, kept=kept, weights_said=weights is not None)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -86,20 +86,29 @@ def random_weights(weights: str | None, *, needed: bool) -> bool:
     return weights == "random"
 
 
-def replace_saved(result: Result, saved: Sequence[pathlib.Path], folder: pathlib.Path | None = None) -> pathlib.Path:
-    """Write a result in the place of those of the same run that were written before."""
-    for path in saved:
-        path.unlink()
-    return save(result, folder or default_directory())
+class Keeper:
+    """Writes a result that grows, where that was asked for, each time in the place of what it wrote before: an end by
+    force loses the last part alone."""
+
+    def __init__(self, wanted: bool, folder: pathlib.Path | None) -> None:
+        self._wanted = wanted
+        self._folder = folder or default_directory()
+        self.path: pathlib.Path | None = None
+
+    def __call__(self, result: Result) -> None:
+        """Write the result as it is now."""
+        if not self._wanted:
+            return
+        if self.path is not None:
+            self.path.unlink()
+        self.path = save(result, self._folder)
 
 
-def finish(
-    result: Result, *, as_json: bool, save_it: bool, folder: pathlib.Path | None, weights_said: bool = True
-) -> None:
-    """Show a result on standard output and write it where that was asked for; tables tell of weights what was said."""
+def finish(result: Result, *, as_json: bool, kept: Keeper, weights_said: bool = True) -> None:
+    """Show a result on standard output and say where it was written; tables tell of weights what was said."""
     end_progress()
-    if save_it:
-        print(f"wrote {save(result, folder or default_directory())}", file=sys.stderr)
+    if kept.path is not None:
+        print(f"wrote {kept.path}", file=sys.stderr)
     elif as_json:
         check(result)
     if as_json:

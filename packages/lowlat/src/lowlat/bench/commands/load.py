@@ -13,6 +13,7 @@ import typer
 from lowlat.bench.commands.common import (
     AsJson,
     Folder,
+    Keeper,
     Save,
     Weights,
     counter,
@@ -219,6 +220,7 @@ def serve(
             trace.replace(":", " ").rpartition("/")[2] if trace else f"{input_lengths} in, {output_lengths} out"
         )
         rows: list[Row] = []
+        kept = Keeper(save, results)
         for users in numbers(concurrency or "1", "--concurrency") if not open_loop else (None,):
             options = ServeOptions(
                 model=target.model, endpoint=_endpoint(endpoint), requests=requests, input_lengths=input_lengths,
@@ -232,9 +234,10 @@ def serve(
             print(_describe(summarize(records, targets)), file=sys.stderr)
             shown = name if users is not None else f"{name}, open loop" + (f" at {rate:g}/s" if rate else "")
             rows += load_rows(records, workload=shown, arm=target.arm, concurrency=users or 1, targets=targets)
-        result = new_result(slug("serve", target.model), simulated=Simulated(weights=simulated))
-        result.rows = rows
-        finish(result, as_json=as_json, save_it=save, folder=results, weights_said=weights is not None)
+            result = new_result(slug("serve", target.model), simulated=Simulated(weights=simulated))
+            result.rows = rows
+            kept(result)
+        finish(result, as_json=as_json, kept=kept, weights_said=weights is not None)
 
 
 async def _run_replay(
@@ -332,6 +335,7 @@ def replay(
         agents = read_agents(place, seed=seed, limit=runs)
         target = asyncio.run(_target(url, api_key, model, arm))
         rows: list[Row] = []
+        kept = Keeper(save, results)
         targets = parse_targets(goodput) if goodput else None
         for users in numbers(concurrency, "--concurrency"):
             options = ReplayOptions(
@@ -348,6 +352,7 @@ def replay(
             )
             name = workload or f"replay of {place.name}"
             rows += replay_rows(outcome, workload=name, arm=target.arm, concurrency=users, targets=targets)
-        result = new_result(slug("replay", target.model), simulated=Simulated(weights=simulated))
-        result.rows = rows
-        finish(result, as_json=as_json, save_it=save, folder=results, weights_said=weights is not None)
+            result = new_result(slug("replay", target.model), simulated=Simulated(weights=simulated))
+            result.rows = rows
+            kept(result)
+        finish(result, as_json=as_json, kept=kept, weights_said=weights is not None)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lowlat.bench.commands.common import AsJson, Folder, Save, end_progress, finish, plain_errors, replace_saved, say
+from lowlat.bench.commands.common import AsJson, Folder, Keeper, Save, end_progress, finish, plain_errors, say
 from lowlat.bench.results import Simulated, new_result, slug
 
 EPILOG = """
@@ -83,6 +83,7 @@ def regions(
         if v41 and place != "cpu":
             raise ValueError(f"{model} is computed on CPUs only: add --device cpu")
         random = model_folder is None
+        kept = Keeper(save, results)
         with contextlib.ExitStack() as stack:
             if v41 and random:
                 say(f"writing {model} with random weights")
@@ -101,7 +102,6 @@ def regions(
             )
             check_contexts(shape, (context,), case.steps)
             measured, refused = [], []
-            saved: list[pathlib.Path] = []
             for name in names:
                 say(f"building {name}")
                 arm = build_region_arm(name, case)
@@ -116,13 +116,10 @@ def regions(
                     continue
                 measured.append(times)
                 result.rows += measure.region_rows(times, case, arm.note, arm.details)
-                if save:  # behind each arm, so that an end by force loses the last one alone
-                    saved = [replace_saved(result, saved, results)]
+                kept(result)
         if not measured:
             raise RuntimeError("; ".join(refused))
-        finish(result, as_json=as_json, save_it=False, folder=None)
-        for path in saved:
-            print(f"wrote {path}", file=sys.stderr)
+        finish(result, as_json=as_json, kept=kept)
         if perfetto is not None:
             perfetto.write_text(measure.perfetto(measured))
             print(f"wrote {perfetto}: open it at ui.perfetto.dev", file=sys.stderr)

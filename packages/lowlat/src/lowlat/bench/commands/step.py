@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
 import sys
 from typing import Annotated
 
 import typer
 
-from lowlat.bench.commands.common import AsJson, Folder, Save, finish, numbers, plain_errors, replace_saved, say
+from lowlat.bench.commands.common import AsJson, Folder, Keeper, Save, finish, numbers, plain_errors, say
 
 EPILOG = """
 Examples:
@@ -78,7 +77,7 @@ def step(
         import torch
 
         from lowlat.bench.local_server import ended_by_sigterm
-        from lowlat.bench.step import StepOptions, StepOutcome, run_step
+        from lowlat.bench.step import StepOptions, run_step
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -90,17 +89,9 @@ def step(
             dtype=dtype or ("float32" if place == "cpu" else "bfloat16"), device=place, tp=tp, rounds=rounds,
             steps=steps, seed=seed, ceiling_gb=ceiling_gb,
         )  # fmt: skip
-        saved: list[pathlib.Path] = []
-
-        def keep(outcome: StepOutcome) -> None:
-            """Write what there is behind each model, so that an end by force loses the last one alone."""
-            if save:
-                saved[:] = [replace_saved(outcome.result, saved, results)]
-
+        kept = Keeper(save, results)
         with ended_by_sigterm():  # a model that was written for the occasion goes then too
-            outcome = run_step(options, say, measured=keep)
-        finish(outcome.result, as_json=as_json, save_it=False, folder=None)
-        for path in saved:
-            print(f"wrote {path}", file=sys.stderr)
+            outcome = run_step(options, say, measured=lambda outcome: kept(outcome.result))
+        finish(outcome.result, as_json=as_json, kept=kept)
         for name, reason in outcome.unavailable.items():
             print(f"{name} was left out: {reason}", file=sys.stderr)
