@@ -81,18 +81,21 @@ static_assert(sizeof(Shared) <= RING, "the ring lies behind");
 struct Work {
   int firsts, second, second_end;
 };
-constexpr long long WAITING = 128, TILE = WARPS * FIRST_PAIRS;  // in pairs; pairs of a tile of gate and up
+constexpr u32 WAITING = 128, TILE = WARPS * FIRST_PAIRS;  // in pairs; pairs of a tile of gate and up
+static_assert(MAX_ROWS * TOP * (FIRST_TILES * TILE + SECOND_TILES * SECOND_PAIRS) < (1 << 23), "products fit 32 bits");
 DEV int first_item(int k) { return blockIdx.x + k * gridDim.x; }
-DEV int second_share(long long experts, long long block) {
-  const long long items = experts * FIRST_TILES, pairs = experts * SECOND_TILES * SECOND_PAIRS, blocks = gridDim.x;
-  if (pairs < (TILE + WAITING + 1) * blocks) return (int)(experts * SECOND_TILES * block / blocks);
-  const long long firsts = items / blocks * block + min(block, items % blocks), last = 3 * blocks / experts;
-  const long long shared = (items * TILE + pairs + last * WAITING) * block / blocks;
-  return (int)((shared - firsts * TILE - WAITING * max(0ll, block - blocks + last)) / SECOND_PAIRS);
-}
-DEV Work share_work(int experts) {
-  const int block = blockIdx.x, blocks = gridDim.x;
-  return {(experts * FIRST_TILES - block + blocks - 1) / blocks, second_share(experts, block), second_share(experts, block + 1)};
+DEV Work share_work(u32 experts) {
+  const u32 blocks = gridDim.x, block = blockIdx.x, items = experts * FIRST_TILES, seconds = experts * SECOND_TILES;
+  const u32 each = items / blocks, rest = items - each * blocks, pairs = seconds * SECOND_PAIRS;
+  const int firsts = each + (block < rest);
+  if (pairs < (TILE + WAITING + 1) * blocks)
+    return {firsts, (int)(seconds * block / blocks), (int)(seconds * (block + 1) / blocks)};
+  const u32 last = 3 * blocks / experts, all = items * TILE + pairs + last * WAITING;
+  auto before = [&](u32 b) {  // tiles of down of blocks before b
+    const u32 other = (each * b + min(b, rest)) * TILE + (b + last > blocks ? b + last - blocks : 0) * WAITING;
+    return (int)((all * b / blocks - other) / SECOND_PAIRS);
+  };
+  return {firsts, before(block), before(block + 1)};
 }
 
 // The ring. Pages are numbered in the order in which they are filled: two for a tile of gate and up, then those of down.
@@ -375,13 +378,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
     quantise_rows(rows, lane);
   }
   wait_for_earlier_kernel();
-  if (p.listed) fetch_rows(p, rows, warp, lane);
   const u32 last = __ldcg(p.epochs + blockIdx.x);
   choose(p, s.choice, s.scores);
   let_next_kernel_start();
   const Work work = share_work(s.choice.count);
   const u64 policy = read_once_policy();
   if (warp < PAGES / 2 && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
+  if (p.listed) fetch_rows(p, rows, warp, lane);  // after the weights are on their way
   if (thread == 0) p.epochs[blockIdx.x] = last + 1;
   if (blockIdx.x == 0 && !p.listed && warp < p.rows && lane < TOP) {
     p.chosen[warp * TOP + lane] = s.choice.chosen[warp][lane];
@@ -397,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
     if (down && warp == WARPS) refill_second(p, s, work, lane, policy);
   } else {
     take_registers<104>();
-    if (p.listed) quantise_rows(rows, lane);  // after the weights are on their way
+    if (p.listed) quantise_rows(rows, lane);
     multiply_first(p, s, rows, work, warp, lane);
     if (!down) return;
     take_activations(p, s, first_slot, slots, warp, lane, last + 1);
