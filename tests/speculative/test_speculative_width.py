@@ -130,6 +130,23 @@ def test_a_draft_that_is_wrong_is_asked_now_and_then_only(token: int, least: int
     assert (widths[-1] == 3) == (token == 5)
 
 
+def test_what_followed_a_long_run_goes_before_a_drafts_guesses():
+    clock = [0.0]
+    proposer = Knowing(clock)
+    speculation = Speculation(proposer, SingleRank(), width=4, adaptive=False, first=NgramProposer())
+    prompts = [(1, 2, 3, 4, 9, 1, 2, 3), (1, 2, 7, 9, 1, 2)]
+    setting = [SlotSampling(0.0, 0, 1.0, 0, -1, width=4, end=100, prompt=prompt) for prompt in prompts]
+    for slot, of in enumerate(setting):
+        speculation.begin(slot, of)
+    tokens, lengths = [3, 2], [7, 5]
+    assert speculation.guess(StepPlan(0, [], [], [], [0]), tokens, lengths, setting) == [[4, 9, 1]]
+    assert proposer.asked == 0
+    assert speculation.guess(StepPlan(1, [], [], [], [1, 0]), tokens, lengths, setting) == [[5, 5, 5], [4, 9, 1]]
+    assert proposer.asked == 1, "two tokens are no long run"
+    speculation.judge([1, 0], setting, [[7], [4, 6]])
+    assert speculation.guess(StepPlan(2, [], [], [], [0]), [6, 7], [9, 6], setting) == [[5, 5, 5]]
+
+
 def test_guesses_end_where_the_answer_ends():
     speculation = Speculation(NgramProposer(), SingleRank(), width=6, adaptive=False)
     setting = [SlotSampling(0.0, 0, 1.0, 0, -1, width=6, end=12, prompt=(1, 2) * 5)]
