@@ -12,7 +12,7 @@ from lowlat.speculative.device_draft import DeviceDraft
 from lowlat.speculative.proposer import DraftRequest
 from lowlat.speculative.step_times import StepTimes
 
-_TRY_AGAIN = 16
+_TRY_AGAIN = 8
 """Every so many steps the widest is run, worth its time or not: a text may become easy again."""
 
 
