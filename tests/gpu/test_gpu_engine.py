@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowlat.engine.batch import PrefillChunk, SlotSampling, StepPlan
+from lowlat.engine.batch import SlotSampling, StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.offline import Engine
@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Any:
     """A function that makes a runner of a tiny random model on the GPU, with graphs or without."""
-    from device_kit import EngineSize, make_runner
+    from device_kit import EngineSize, begin, make_runner
     from family_kit import save_random
 
     from lowlat.engine.device_build import device_ops
@@ -70,12 +70,7 @@ def tiny(tmp_path_factory) -> Any:
         bodies = CudaGraphs(platform.device) if graphs else EagerBodies()
         size = EngineSize(pages=64, max_batch=5)
         runner = make_runner(model, size, ops, bodies=bodies, device=platform.device)[1]
-        from family_kit import random_tokens
-
-        for slot, setting in enumerate(KINDS):
-            pages = list(range(slot * 12, slot * 12 + 12))[::-1]
-            chunk = PrefillChunk(slot, 0, random_tokens(10 + slot, slot), True)
-            runner.run(StepPlan(slot, [(slot, setting)], [(slot, 0, pages)], [chunk], []))
+        begin(runner, KINDS)
         return runner
 
     return make
@@ -93,8 +88,11 @@ def test_replays_equal_eager_steps(tiny, dtype, family):
         assert mine.logprobs == theirs.logprobs
     # One for each size and mode of decodes, and one for chunks, whose experts the host would choose.
     assert graphs.bodies.captured == (5 if family == "Qwen3" else 4)
-    for a, b in zip(graphs.kv.keys + graphs.kv.values, eager.kv.keys + eager.kv.values, strict=True):
-        real = graphs.kv.layout.pages * graphs.kv.layout.page_size
+    layout = graphs.kv.layout
+    for layer, (a, b) in enumerate(
+        zip(graphs.kv.keys + graphs.kv.values, eager.kv.keys + eager.kv.values, strict=True)
+    ):
+        real = layout.pages_of(layer % layout.layers) * layout.page_size
         assert torch.equal(a[:real].nan_to_num(), b[:real].nan_to_num())
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
-from family_kit import make_cache, most_pages, window_of
+from family_kit import make_cache, most_pages, random_tokens, window_of
 
 from lowlat.cache.layout import KVPool
 from lowlat.cache.prefix import PrefixCache
 from lowlat.cache.windows import WindowPages
-from lowlat.engine.batch import PlanLimits
+from lowlat.engine.batch import PlanLimits, PrefillChunk, SlotSampling, StepPlan
 from lowlat.engine.core import EngineCore
 from lowlat.engine.device_executor import DeviceExecutor
 from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.executor import Executor, ThreadExecutor
-from lowlat.engine.graphs import EagerBodies, StepBodies
+from lowlat.engine.graphs import Body, EagerBodies, StepBodies
 from lowlat.engine.request import GenerateRequest, RequestOutput, SamplingParams
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.scheduler import Scheduler
@@ -64,6 +65,31 @@ def make_runner(
     if ops is None:
         return scheduler, host
     return scheduler, DeviceRunner(DeviceDecoder(model, ops), host, limits, bodies or EagerBodies())
+
+
+def begin(runner: ModelRunner | DeviceRunner, settings: list[SlotSampling]) -> None:
+    """Run a prompt of ten and more tokens for each of `settings`, and sample once. Every slot has twelve pages, and as
+    many window pages where layers have a window: in tests that never tell, all would write to the padding page."""
+    for slot, setting in enumerate(settings):
+        pages = list(range(slot * 12, slot * 12 + 12))[::-1]
+        windows = [(slot, 0, pages)] if runner.kv.layout.window_layers else []
+        chunk = PrefillChunk(slot, 0, random_tokens(10 + slot, slot), True)
+        runner.run(StepPlan(slot, [(slot, setting)], [(slot, 0, pages)], [chunk], [], windows=windows))
+
+
+class RehearsedBodies(EagerBodies):
+    """Runs bodies as they are, but first, as graphs are made, a few times on padding."""
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+
+    def knows(self, key: Hashable) -> bool:
+        return key in self._known
+
+    def prepare(self, key: Hashable, body: Body) -> None:
+        body()
+        body()
+        self._known.add(key)
 
 
 def make_engine(model: Any, size: EngineSize, run_ahead: int, *, ops: DeviceOps | None, **options: Any) -> EngineCore:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_kit import EngineSize, answer, make_engine, make_runner, reference_ops
+from device_kit import EngineSize, RehearsedBodies, answer, begin, make_engine, make_runner, reference_ops
 from family_kit import VOCABULARY, build, random_tokens, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowlat.engine.batch import PrefillChunk, SlotSampling, StepPlan
 from lowlat.engine.device_runner import DeviceRunner, padded_requests
 from lowlat.engine.device_sampler import SamplingMode
+from lowlat.engine.graphs import EagerBodies
 from lowlat.engine.request import SamplingParams
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -171,14 +172,10 @@ class NoReads(TorchDispatchMode):
 
 
 def begun(models, max_batch: int = 5, settings: list[SlotSampling] | None = None) -> DeviceRunner:
-    """A runner with `len(settings)` requests of ten and more tokens, sampled once."""
+    """A runner with `len(settings)` requests."""
     _, runner = make_runner(models["Qwen3"], EngineSize(pages=64, max_batch=max_batch), reference_ops())
     assert isinstance(runner, DeviceRunner)
-    settings = settings or [SlotSampling(0.0, 0, 1.0, 0, -1)] * max_batch
-    for slot, setting in enumerate(settings):
-        pages = list(range(slot * 12, slot * 12 + 12))[::-1]
-        chunk = PrefillChunk(slot, 0, random_tokens(10 + slot, slot), True)
-        runner.run(StepPlan(slot, [(slot, setting)], [(slot, 0, pages)], [chunk], []))
+    begin(runner, settings or [SlotSampling(0.0, 0, 1.0, 0, -1)] * max_batch)
     return runner
 
 
@@ -208,6 +205,20 @@ def test_launches_ask_the_device_nothing(models, monkeypatch, chunks):
     monkeypatch.undo()
     results = [one.wait() for one in pending]
     assert [len(result.tokens) for result in results] == ([4, 4, 5] if chunks else [4, 4, 4])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_rehearsals_write_changes_no_answer(models, family):
+    """The same steps as on a GPU in tests/gpu/test_gpu_engine.py, bit for bit."""
+    runners = []
+    for bodies in (RehearsedBodies(), EagerBodies()):
+        _, runner = make_runner(models[family], EngineSize(pages=64, max_batch=5), reference_ops(), bodies=bodies)
+        begin(runner, ALL_KINDS)
+        runners.append(runner)
+    for step, slots in enumerate([[0], [1, 0], [3, 2, 1], [0], [2], [0, 1, 2, 3], [3, 2, 1, 0]]):
+        mine, theirs = (runner.run(StepPlan(9 + step, [], [], [], slots)) for runner in runners)
+        assert mine.tokens == theirs.tokens
+        assert mine.logprobs == theirs.logprobs
 
 
 def test_padding_rows_touch_no_real_page(models):
