@@ -82,40 +82,6 @@ def test_products_of_few_rows(outputs, width, activation, bias, dtype):
         close(product(x, weight, bias_O, early_start=early)[0], wide(x.double()), dtype)
 
 
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize(
-    ("outputs", "width", "activation", "bias"),
-    [(3072, 2048, None, False), (1000, 576, None, True), (2048, 8192, None, False), (3000, 4096, "silu", True)],
-)
-def test_looped_products(outputs, width, activation, bias, number):
-    """Against float64; and a row is the same bits beside any others."""
-    from lowlat.layers.device_reference import ReferenceOps
-    from lowlat.layers.triton.early import starts_early
-    from lowlat.layers.triton.looped_product import SHAPES, looped_product
-    from lowlat.platform.cuda import CudaLinear
-
-    features = outputs * (1 if activation is None else 2)
-    weight = (torch.randn(features, width, device="cuda") / width**0.5).bfloat16()
-    bias_O = torch.randn(features, device="cuda").bfloat16() if bias else None
-    x, stream = (torch.randn(16, width, device="cuda").bfloat16() for _ in range(2))
-    norm = torch.randn(width, device="cuda").bfloat16()
-    wide = CudaLinear(weight.double(), None if bias_O is None else bias_O.double())
-    options = {"early_start": starts_early(torch.device("cuda")), "shape": SHAPES[number]}
-    normed = {"norm_I": norm, "eps": 1e-5, "activation": activation, **options}
-    result, total = looped_product(x, weight, bias_O, stream_RI=stream, **normed)
-    assert torch.equal(total, x + stream)
-    expected, _ = ReferenceOps().add_norm_product(None, total.double(), norm.double(), 1e-5, wide, activation)
-    # What is multiplied is rounded, as it is where the norm stands alone.
-    torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
-    for rows in (2, 5, 8):
-        again, _ = looped_product(
-            x[16 - rows :].contiguous(), weight, bias_O, stream_RI=stream[16 - rows :].contiguous(), **normed
-        )
-        assert torch.equal(again, result[16 - rows :])
-    if activation is None:
-        close(looped_product(x, weight, bias_O, **options)[0], wide(x.double()), torch.bfloat16)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "hidden", "inner", "kind", "biases"),

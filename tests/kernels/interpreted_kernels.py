@@ -20,7 +20,7 @@ from lowlat.layers.triton import attention
 from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
-from lowlat.layers.triton.product import ProductShape, product
+from lowlat.layers.triton.product import product
 from lowlat.layers.triton.rope_write import rope_write
 from lowlat.layers.triton.rows import add_rows, look_up
 from lowlat.layers.triton.slots import put_tokens, take_slots
@@ -75,14 +75,12 @@ def test_products(rows, outputs, width, bias):
     assert torch.equal(total, stream_after)
 
 
-@pytest.mark.parametrize("shape", [None, ProductShape(2, 64, 4, 3)])
 @pytest.mark.parametrize(("rows", "activation"), [(3, "silu"), (1, "gelu_pytorch_tanh")])
-def test_gated_products(rows, activation, shape):
-    """By a program for each tile, and by few that take turns."""
+def test_gated_products(rows, activation):
     x, stream, norm = torch.randn(rows, 40), torch.randn(rows, 40), torch.randn(40)
     linear = CudaLinear(torch.randn(2 * 21, 40), torch.randn(2 * 21))
     result, total = product(
-        x, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=norm, eps=1e-5, activation=activation, shape=shape
+        x, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=norm, eps=1e-5, activation=activation
     )
     assert torch.equal(total, x + stream)
     close(result, REFERENCE.add_norm_product(None, total, norm, 1e-5, linear, activation)[0])

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.layers.activation import GATED
-from lowlat.layers.triton.looped_product import looped_product
 from lowlat.layers.triton.row_product import row_product
 
 
@@ -24,12 +23,11 @@ from lowlat.layers.triton.row_product import row_product
         (2, 1500, 17, None, True, False, False),
     ],
 )
-@pytest.mark.parametrize("kernel", [row_product, looped_product])
-def test_products(kernel, rows, width, outputs, activation, add, norm, bias):
+def test_products(rows, width, outputs, activation, add, norm, bias):
     weight = torch.randn(outputs * (2 if activation else 1), width) * 0.1
     x, stream, weights = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
     offset = torch.randn(len(weight)) if bias else None
-    got, total = kernel(
+    got, total = row_product(
         x, weight, offset, stream_RI=stream if add else None, norm_I=weights if norm else None, eps=1e-5,
         activation=activation,
     )  # fmt: skip

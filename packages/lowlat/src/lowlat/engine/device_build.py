@@ -51,11 +51,9 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
     device_model = DeviceDecoder(model, ops, _row_sums(model, host.communicator, ops, fused=fused))
     bodies: StepBodies = EagerBodies()
     if fused and limits.max_batch * width > 1:
-        from lowlat.engine.looped_products import choose_looped_products
         from lowlat.engine.row_products import choose_row_products
 
         choose_row_products(device_model, ops)
-        choose_looped_products(device_model, ops, limits.max_batch * width)
     if device.type == "cpu":
         pass
     elif not fused:

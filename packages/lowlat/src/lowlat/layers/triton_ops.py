@@ -21,11 +21,10 @@ from lowlat.layers.triton.drawing import draw, walk
 from lowlat.layers.triton.experts import ExpertTable
 from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.history import find_again
-from lowlat.layers.triton.looped_product import LoopShape, looped_product
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write
-from lowlat.layers.triton.row_product import MOST_ROWS, fits, row_product
+from lowlat.layers.triton.row_product import fits, row_product
 from lowlat.layers.triton.rows import add_rows, look_up
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.layers.triton.step import begin_decodes, greedy
@@ -66,23 +65,6 @@ def _table(products: Sequence[PackedLinear]) -> ExpertTable | None:
     return ExpertTable.of([product.weight_OI for product in plain], [product.bias_O for product in plain])
 
 
-class RowProduct(msgspec.Struct, frozen=True):
-    """What a product of several rows is chosen a kernel by."""
-
-    few: bool
-    """No more than four rows."""
-    outputs: int
-    width: int
-    activation: str | None
-    normed: bool
-
-    @classmethod
-    def of(cls, rows: int, linear: CudaLinear, activation: str | None, *, normed: bool) -> RowProduct:
-        """That of so many rows."""
-        outputs, width = linear.weight_OI.shape
-        return cls(rows <= 4, outputs, width, activation, normed)
-
-
 class TritonOps:
     """`DeviceOps` on a device with `processors` multiprocessors."""
 
@@ -90,8 +72,6 @@ class TritonOps:
         """`early_start`: kernels may start while the one before them runs (`triton.early`)."""
         self.row_products = False
         """Whether products of several rows with small weights have a kernel of ours (`engine/row_products.py`)."""
-        self.loop_shapes: dict[RowProduct, LoopShape] = {}
-        """Products of several rows that the looped kernel computes, and how (`engine/looped_products.py`)."""
         self._programs = 2 * processors
         self._early = early_start
         self._experts: dict[int, _LayersExperts | None] = {}
@@ -123,11 +103,6 @@ class TritonOps:
     ) -> torch.Tensor:
         """One product: of few rows by a kernel of ours, otherwise by PyTorch's."""
         result = None
-        if isinstance(linear, CudaLinear) and (shape := self._loop_shape(len(x_RI), linear, activation, normed=False)):
-            return looped_product(
-                x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
-                early_start=self._early, shape=shape,
-            )[0]  # fmt: skip
         if self.row_products and isinstance(linear, CudaLinear) and fits(len(x_RI), linear.weight_OI):
             return row_product(
                 x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
@@ -157,11 +132,6 @@ class TritonOps:
         """In one kernel for few rows."""
         first, stream = (residual_RH, None) if x_RH is None else (x_RH, residual_RH)
         rows = len(residual_RH)
-        if isinstance(linear, CudaLinear) and (shape := self._loop_shape(rows, linear, activation, normed=True)):
-            return looped_product(
-                first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
-                activation=activation, out_dtype=out_dtype, early_start=self._early, shape=shape,
-            )  # fmt: skip
         if self.row_products and isinstance(linear, CudaLinear) and fits(rows, linear.weight_OI):
             return row_product(
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
@@ -178,12 +148,6 @@ class TritonOps:
             self.norm(residual_RH, weight_H, eps) if x_RH is None else self.add_norm(x_RH, residual_RH, weight_H, eps)
         )
         return self.product(normed_RH, linear, activation, out_dtype), residual_RH
-
-    def _loop_shape(self, rows: int, linear: CudaLinear, activation: str | None, *, normed: bool) -> LoopShape | None:
-        """Of the looped kernel; None: it is not used."""
-        if rows == 1 or rows > MOST_ROWS:
-            return None
-        return self.loop_shapes.get(RowProduct.of(rows, linear, activation, normed=normed))
 
     def rope_write(
         self,

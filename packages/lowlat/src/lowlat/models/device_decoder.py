@@ -79,19 +79,6 @@ class DeviceDecoder:
             return self.ops.finds_experts(mlp.experts, rows)
         return isinstance(mlp, GatedMLP)
 
-    def products(self) -> Iterator[tuple[PackedLinear, torch.Tensor | None, str | None]]:
-        """Every product of a forward, the norm's weight that it has inside, and its activation."""
-        alone = self.sums is None
-        for layer in self.decoder.layers:
-            yield layer.qkv, layer.input_norm_H if alone or layer.mlp_out_norm_H is not None else None, None
-            yield layer.output, None, None
-            name = _NAMES.get(layer.mlp.activation) if isinstance(layer.mlp, GatedMLP) else None
-            if isinstance(layer.mlp, GatedMLP) and name is not None:
-                inside = alone or layer.attention_out_norm_H is not None
-                yield layer.mlp.gate_up, layer.mlp_norm_H if inside else None, name
-                yield layer.mlp.down, None, None
-        yield self.decoder.head, self.decoder.norm_H if alone else None, None
-
     def forward(self, step: DeviceStep, kv: KVPool) -> torch.Tensor:
         """Logits [M, V] in float32; keys and values of the rows are written to `kv`."""
         return self.whole(self.columns(step, kv))

@@ -30,65 +30,60 @@ _PROGRAMS = 256
 
 def most_rows(outputs: int, width: int, *, norm: bool) -> int:
     """Rows up to which these kernels are faster than products on tensor cores; with a `norm`, than a norm by itself and
-    one of the two. Measured on an H200, product by product."""
+    one of the two. Measured on an H200, product by product; at a width of 2,048 a program has one warp, for which four
+    rows are too much (8.7 us for 2,048 outputs, where eight rows by cuBLAS take 6.3)."""
     if norm or width > 8192:
         return 1
+    if 1024 < width <= 2048:
+        return 2
     return 4 if outputs * width <= 8 << 20 else 2
 
 
 @triton.jit
-def _weights(weight_ptr, tile, outputs, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The weight rows of a tile, zeros beyond the last."""
-    place_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    place_k = tl.arange(0, BLOCK_K)
-    offset = place_n.to(tl.int64)[:, None] * WIDTH + place_k[None, :]
-    inside = (place_n < outputs)[:, None] & (place_k < WIDTH)[None, :]
-    return tl.load(weight_ptr + offset, mask=inside, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _row(
-    x_ptr, stream_ptr, sum_ptr, norm_k, row, rows, eps, keeps, WIDTH: tl.constexpr, ADD: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_K: tl.constexpr,
+def product_kernel(
+    x_ptr, stream_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, rows, outputs, eps, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row of `x` plus the stream's, times the norm's weight, and the norm's factor for the whole row. `keeps`:
-    whether this program writes the sum."""
+    """`ROWS`: `rows` or more. `GATE`: -1, or an activation; the weight then has the rows of the gates before those of
+    what they gate."""
+    if EARLY:
+        let_next_start()
+    program = tl.program_id(0)
+    place_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     place_k = tl.arange(0, BLOCK_K)
-    inside_x = (place_k < WIDTH) & (row < rows)
-    x_k = tl.load(x_ptr + row * WIDTH + place_k, mask=inside_x, other=0.0)
-    if ADD:
-        stream_k = tl.load(stream_ptr + row * WIDTH + place_k, mask=inside_x, other=0.0)
-        # Rounded to the stream's type before it is normed, as it is when the addition stands alone.
-        x_k = (x_k.to(tl.float32) + stream_k.to(tl.float32)).to(stream_k.dtype)
-        if keeps:
-            tl.store(sum_ptr + row * WIDTH + place_k, x_k, mask=inside_x)
-    wide_k = x_k.to(tl.float32)
-    scale = 1.0
-    if NORM:
-        # The factor of the whole row comes after the product, so that both sums run side by side.
-        scale = tl.rsqrt(tl.sum(wide_k * wide_k, axis=0) / WIDTH + eps)
-        wide_k = wide_k * norm_k
-    return wide_k, scale
-
-
-@triton.jit
-def _outputs(
-    weight, up_weight, wide_k, scale, norm_k, tile, x_ptr, stream_ptr, bias_ptr, out_ptr, sum_ptr, rows, outputs, eps,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The output features of a tile, for every row; `wide_k` and `scale` are the row's where there is one."""
-    place_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = place_n < outputs
+    inside_k = place_k < WIDTH
+    tile = inside_n[:, None] & inside_k[None, :]
+    offset = place_n.to(tl.int64)[:, None] * WIDTH + place_k[None, :]
+    weight = tl.load(weight_ptr + offset, mask=tile, other=0.0, eviction_policy="evict_first")
+    if GATE >= 0:
+        upper_ptr = weight_ptr + outputs * WIDTH
+        up_weight = tl.load(upper_ptr + offset, mask=tile, other=0.0, eviction_policy="evict_first")
+    if NORM:
+        norm_k = tl.load(norm_ptr + place_k, mask=inside_k, other=0.0).to(tl.float32)
     if BIAS:
         bias_n = tl.load(bias_ptr + place_n, mask=inside_n, other=0.0).to(tl.float32)
         if GATE >= 0:
             up_bias_n = tl.load(bias_ptr + outputs + place_n, mask=inside_n, other=0.0).to(tl.float32)
+    if EARLY:
+        wait_for_previous()
+
     for row in tl.static_range(ROWS):
-        if ROWS > 1:
-            wide_k, scale = _row(
-                x_ptr, stream_ptr, sum_ptr, norm_k, row, rows, eps, tile == 0, WIDTH, ADD, NORM, BLOCK_K
-            )
+        inside_x = inside_k & (row < rows)
+        x_k = tl.load(x_ptr + row * WIDTH + place_k, mask=inside_x, other=0.0)
+        if ADD:
+            stream_k = tl.load(stream_ptr + row * WIDTH + place_k, mask=inside_x, other=0.0)
+            # Rounded to the stream's type before it is normed, as it is when the addition stands alone.
+            x_k = (x_k.to(tl.float32) + stream_k.to(tl.float32)).to(stream_k.dtype)
+            if program == 0:
+                tl.store(sum_ptr + row * WIDTH + place_k, x_k, mask=inside_x)
+        wide_k = x_k.to(tl.float32)
+        scale = 1.0
+        if NORM:
+            # The factor of the whole row comes after the product, so that both sums run side by side.
+            scale = tl.rsqrt(tl.sum(wide_k * wide_k, axis=0) / WIDTH + eps)
+            wide_k = wide_k * norm_k
         result_n = tl.sum(weight.to(tl.float32) * wide_k[None, :], axis=1) * scale
         if BIAS:
             result_n += bias_n
@@ -102,52 +97,6 @@ def _outputs(
         tl.store(out_n, rounded_n.to(out_ptr.dtype.element_ty), mask=inside_n & (row < rows))
 
 
-@triton.jit
-def product_kernel(
-    x_ptr, stream_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, rows, outputs, tiles, eps, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """`ROWS`: `rows` or more. `GATE`: -1, or an activation; the weight then has the rows of the gates before those of
-    what they gate. `LOOP`: there are fewer programs than tiles, and each asks for its next tile before it computes."""
-    if EARLY:
-        let_next_start()
-    program = tl.program_id(0)
-    upper_ptr = weight_ptr + outputs * WIDTH
-    weight = _weights(weight_ptr, program, outputs, WIDTH, BLOCK_N, BLOCK_K)
-    up_weight = weight
-    if GATE >= 0:
-        up_weight = _weights(upper_ptr, program, outputs, WIDTH, BLOCK_N, BLOCK_K)
-    norm_k = 0.0
-    if NORM:
-        place_k = tl.arange(0, BLOCK_K)
-        norm_k = tl.load(norm_ptr + place_k, mask=place_k < WIDTH, other=0.0).to(tl.float32)
-    if EARLY:
-        wait_for_previous()
-    wide_k, scale = 0.0, 0.0
-    if ROWS == 1:
-        wide_k, scale = _row(x_ptr, stream_ptr, sum_ptr, norm_k, 0, rows, eps, program == 0, WIDTH, ADD, NORM, BLOCK_K)
-
-    if LOOP:
-        for tile in range(program, tiles, tl.num_programs(0)):
-            following = tile + tl.num_programs(0)
-            next_weight = _weights(weight_ptr, following, outputs, WIDTH, BLOCK_N, BLOCK_K)
-            next_up = next_weight
-            if GATE >= 0:
-                next_up = _weights(upper_ptr, following, outputs, WIDTH, BLOCK_N, BLOCK_K)
-            _outputs(
-                weight, up_weight, wide_k, scale, norm_k, tile, x_ptr, stream_ptr, bias_ptr, out_ptr, sum_ptr, rows,
-                outputs, eps, ROWS, WIDTH, ADD, NORM, GATE, BIAS, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            weight = next_weight
-            up_weight = next_up
-    else:
-        _outputs(
-            weight, up_weight, wide_k, scale, norm_k, program, x_ptr, stream_ptr, bias_ptr, out_ptr, sum_ptr, rows,
-            outputs, eps, ROWS, WIDTH, ADD, NORM, GATE, BIAS, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-
-
 class ProductShape(msgspec.Struct, frozen=True):
     """Sizes of a launch that are fixed when its kernel is compiled."""
 
@@ -155,8 +104,6 @@ class ProductShape(msgspec.Struct, frozen=True):
     """Output features of a program."""
     block_k: int
     warps: int
-    programs: int = 0
-    """Most programs; 0: one for each `block_n` output features."""
 
     @classmethod
     def of(cls, outputs: int, width: int, element_bytes: int, *, gated: bool) -> ProductShape | None:
@@ -206,14 +153,12 @@ def product(
     assert stream_RI is None or stream_RI.is_contiguous()
     out_RO = torch.empty(rows, outputs, dtype=out_dtype or weight_OI.dtype, device=x_RI.device)
     sum_RI = x_RI if stream_RI is None else torch.empty_like(x_RI)
-    tiles = triton.cdiv(outputs, shape.block_n)
-    programs = min(tiles, shape.programs or tiles)
-    product_kernel[(programs,)](
+    product_kernel[(triton.cdiv(outputs, shape.block_n),)](
         x_RI, x_RI if stream_RI is None else stream_RI, x_RI if norm_I is None else norm_I, weight_OI,
-        x_RI if bias_O is None else bias_O, out_RO, sum_RI, rows, outputs, tiles, eps,
+        x_RI if bias_O is None else bias_O, out_RO, sum_RI, rows, outputs, eps,
         ROWS=triton.next_power_of_2(rows), WIDTH=width, ADD=stream_RI is not None, NORM=norm_I is not None,
         GATE=-1 if activation is None else KINDS[activation], BIAS=bias_O is not None,
-        BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, LOOP=programs < tiles, EARLY=early_start, num_warps=shape.warps,
+        BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, EARLY=early_start, num_warps=shape.warps,
         **early.launch_options(early_start),
     )  # fmt: skip
     return out_RO, sum_RI
