@@ -13,7 +13,7 @@ import torch
 
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import schedule as schedules
-from lowlat_nvidia.dense.alone import ALL, NOWHERE, OUTPUTS, AloneSteps
+from lowlat_nvidia.dense.alone import ALL, FOLDED_OUTPUTS, NOWHERE, OUTPUTS, AloneSteps
 from lowlat_nvidia.dense.cases import copy_pools, make_case
 from lowlat_nvidia.dense.reference import random_weights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
@@ -30,12 +30,15 @@ SHAPES = {
     "wide": plans.DenseShape(2, 4096, 32, 8, 128, 4096, 2999, True, 1e-6),
 }
 CASES = {
+    "one": ([[731]], 1),
     "two": ([[0], [731]], 16),
     "three": ([[1500, 1501], [17]], 1),
     "five": ([[5], [700, 701, 702], [63]], 16),
     "seven": ([[i * 97 + 3] for i in range(7)], 1),
 }
-PLANTS = [(stage, name) for stage, names in OUTPUTS.items() for name in names] + [(schedules.LOGITS, "logits")]
+LAST = (schedules.LOGITS, "logits")
+PLANTS = [*((stage, name) for stage, names in OUTPUTS.items() for name in names), LAST]
+ONE_PLANTS = [*((stage, name) for stage, names in FOLDED_OUTPUTS.items() for name in names), LAST]
 
 
 class Run:
@@ -77,7 +80,8 @@ def test_every_stage_alone_publishes_the_same_bits_and_nothing_else(
     run = Run(*built, case)
     rows, layers = len(run.inputs.tokens_R), alone.step.plan.shape.layers
     compared = 0
-    for stage in OUTPUTS:
+    outputs = alone.outputs(rows)
+    for stage in outputs:
         for layer in [layers] if stage == schedules.LOGITS else [0] if stage == schedules.EMBEDDING else range(layers):
             words_W, logits_RV = alone.one(run.inputs, stage, layer, run.words_W)
             where = f"stage '{schedules.NAMES[stage]}' of layer {layer}"
@@ -89,16 +93,28 @@ def test_every_stage_alone_publishes_the_same_bits_and_nothing_else(
                 where
             )
             compared += 1
-    assert compared == 6 * layers + 2
+    assert compared == (5 * layers + 1 if outputs is FOLDED_OUTPUTS else 6 * layers + 2)
 
 
 @pytest.mark.parametrize(("stage", "name"), PLANTS, ids=[f"{schedules.NAMES[stage]} {name}" for stage, name in PLANTS])
 def test_one_wrong_element_is_found_in_its_stage(built: tuple[AloneSteps, object], stage: int, name: str) -> None:
     """Planted in the kernel as it publishes, so that all stages after it compute with the wrong element."""
-    alone, weights = built
-    clean = Run(alone, weights, "five")
+    check_planted(*built, "five", stage, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), ONE_PLANTS, ids=[f"{schedules.NAMES[stage]} {name}" for stage, name in ONE_PLANTS]
+)
+def test_so_it_is_where_one_row_is_folded(built: tuple[AloneSteps, object], stage: int, name: str) -> None:
+    if not built[0].step.plan.folded:
+        pytest.skip("one row of this shape has the stages of several")
+    check_planted(*built, "one", stage, name)
+
+
+def check_planted(alone: AloneSteps, weights: object, case: str, stage: int, name: str) -> None:
+    clean = Run(alone, weights, case)
     draw = random.Random(name)
-    row = draw.randrange(5)
+    row = draw.randrange(len(clean.inputs.tokens_R))
     if stage == schedules.LOGITS:
         layer = alone.step.plan.shape.layers
         element = int(clean.logits_RV[row].abs().argmax())
@@ -110,7 +126,7 @@ def test_one_wrong_element_is_found_in_its_stage(built: tuple[AloneSteps, object
         values = values.masked_fill(values > 1e6, 0)[1 if field.pairs else 0 :: 1 + field.pairs]
         element = int(values.argmax())
         place, expected = alone.words.place(layer, row, name) + element, 2 * element + 1 if field.pairs else element
-    run = Run(alone, weights, "five", place)
+    run = Run(alone, weights, case, place)
     faults = run.schedule.faults(run.logits_RV)
     found = [(f.stage, f.layer, f.row, f.name, f.element, f.wrong) for f in faults]
     assert found == [(schedules.NAMES[stage], layer, row, name, expected, 1)], "\n".join(map(str, faults[:20]))

@@ -5,17 +5,21 @@ words arrive late and in random order. Finds wrong indices, missing waits and de
 from __future__ import annotations
 
 import contextlib
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from emulator import machine
 
+from lowlat_nvidia.dense import alone as alones
 from lowlat_nvidia.dense import pack, reference
 from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense import schedule as schedules
 from lowlat_nvidia.dense import step as steps
 from lowlat_nvidia.dense.cases import copy_pools, make_case, one_row
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
+from lowlat_nvidia.dense.rows import rows_of
 
 pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x86-64")
 BLOCKS = 32
@@ -32,11 +36,15 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, changes: dict[str, tuple[str, str]] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    name: str,
+    changes: dict[str, tuple[str, str]] | None = None,
+    alone: bool = False,
 ) -> tuple[steps.DenseStep, pack.DenseWeights]:
     """A ring of one or two units a warp: it comes round soon."""
     shape = SHAPES[name]
-    plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2)
+    plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2, alone=alone)
     library = machine.build(plan.definitions(), folder, changes)
     monkeypatch.setattr(steps, "compile_cubin", lambda name, definitions: (b"", ""))
     monkeypatch.setattr(
@@ -45,6 +53,29 @@ def build(
     weights = reference.random_weights(shape, 3, "cpu")
     rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 7000, "cpu")
     return steps.DenseStep(plan, weights, rotary, "cpu"), weights
+
+
+def test_stages_of_one_row(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is what its interpretation says, and alone publishes the same bits and nothing else."""
+    for module in (alones, schedules):
+        monkeypatch.setattr(module, "BLOCKS", BLOCKS)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=1))
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", alone=True)
+    assert built.plan.folded
+    alone = alones.AloneSteps(built)
+    inputs, pools = make_case(built.plan.shape, [[333]], 16, 5, "cpu")
+    built.bind(pools, 16)
+    words_W, logits_RV = alone.whole(inputs)
+    rows = rows_of(inputs)
+    schedule = schedules.Schedule(built.plan, weights, built.rotary, pools, 16, rows, words_W)
+    assert not schedule.faults(logits_RV)
+    for stage in alone.outputs(1):
+        alone_W, alone_RV = alone.one(inputs, stage, int(stage == schedules.LOGITS), words_W)
+        places = alone.places(stage, 0, 1)
+        assert torch.equal(alone_W[places], words_W[places]), schedules.NAMES[stage]
+        alone_W[places] = schedules.EMPTY
+        assert bool((alone_W == schedules.EMPTY).all()), schedules.NAMES[stage]
+        assert torch.equal(alone_RV, logits_RV) == (stage == schedules.LOGITS)
 
 
 def distance(built: steps.DenseStep, weights: pack.DenseWeights, positions: list[list[int]], page_size: int) -> float:
@@ -71,10 +102,26 @@ def test_the_kernel_is_right_on_a_cpu(
     assert distance(built, weights, [[5], [70, 71]], 1) < 1e-2
 
 
-def test_a_wait_that_is_left_out_shows(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wait = "if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;"
-    built, weights = build(monkeypatch, tmp_path, "heads of 64", {"attention.cuh": (wait, "break;")})
-    assert not distance(built, weights, [[40]], 16) < 1e-2
+SEVERAL = "if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;"
+ONE = "if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, 2)) break;"
+
+
+@pytest.mark.parametrize(
+    ("file", "wait", "instead", "positions"),
+    [("attention.cuh", SEVERAL, "break;", [[40], [3]]), ("one_row.cuh", ONE, "break;", [[40]])],
+    ids=["several rows", "one row"],
+)
+def test_a_wait_that_is_left_out_shows(
+    small_grid: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    file: str,
+    wait: str,
+    instead: str,
+    positions: list[list[int]],
+) -> None:
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", {file: (wait, instead)})
+    assert not distance(built, weights, positions, 16) < 1e-2
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -13,7 +13,7 @@ import torch
 
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import schedule as schedules
-from lowlat_nvidia.dense.alone import OUTPUTS, AloneSteps
+from lowlat_nvidia.dense.alone import FOLDED_OUTPUTS, OUTPUTS, AloneSteps
 from lowlat_nvidia.dense.cases import copy_pools, make_case
 from lowlat_nvidia.dense.reference import random_weights, reference_step
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
@@ -64,7 +64,14 @@ def made(request: pytest.FixtureRequest) -> Made:
     return Made(SHAPES[request.param], [[29], [7, 8, 9], [0]], 16)
 
 
-def test_it_computes_the_model(made: Made) -> None:
+@pytest.fixture(scope="module", params=SHAPES)
+def made_one(request: pytest.FixtureRequest) -> Made:
+    made = Made(SHAPES[request.param], [[41]], 16)
+    assert made.plan.folded
+    return made
+
+
+def check_model(made: Made) -> None:
     schedule, _, logits_RV = made.run()
     assert not schedule.faults(logits_RV)
     shape = made.plan.shape
@@ -74,11 +81,19 @@ def test_it_computes_the_model(made: Made) -> None:
     assert (error > 1e-5).all(), "roundings of what is published are in it"
 
 
+def test_it_computes_the_model(made: Made) -> None:
+    check_model(made)
+
+
+def test_it_computes_one_row_folded(made_one: Made) -> None:
+    check_model(made_one)
+
+
 PLANTS = [(stage, name) for stage, names in OUTPUTS.items() for name in names]
+ONE_PLANTS = [(stage, name) for stage, names in FOLDED_OUTPUTS.items() for name in names]
 
 
-@pytest.mark.parametrize(("stage", "name"), PLANTS, ids=[f"{schedules.NAMES[stage]} {name}" for stage, name in PLANTS])
-def test_a_turned_sign_is_found_in_its_stage(made: Made, stage: int, name: str) -> None:
+def check_planted(made: Made, stage: int, name: str) -> None:
     """The stage that made it is named, its element too, and no stage that computed with it."""
     draw = random.Random(name)
     row, field, clean_W = draw.randrange(len(made.rows)), made.words.fields[name], made.run()[1]
@@ -92,6 +107,18 @@ def test_a_turned_sign_is_found_in_its_stage(made: Made, stage: int, name: str) 
     assert faults[0].element == (2 * element + 1 if field.pairs else element)
     assert faults[0].wrong == 1
     assert f"{name}[{faults[0].element}]" in str(faults[0])
+
+
+@pytest.mark.parametrize(("stage", "name"), PLANTS, ids=[f"{schedules.NAMES[stage]} {name}" for stage, name in PLANTS])
+def test_a_turned_sign_is_found_in_its_stage(made: Made, stage: int, name: str) -> None:
+    check_planted(made, stage, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), ONE_PLANTS, ids=[f"{schedules.NAMES[stage]} {name}" for stage, name in ONE_PLANTS]
+)
+def test_a_turned_sign_of_one_row_is_found_in_its_stage(made_one: Made, stage: int, name: str) -> None:
+    check_planted(made_one, stage, name)
 
 
 def test_a_wrong_logit_is_found(made: Made) -> None:

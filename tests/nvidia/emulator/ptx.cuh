@@ -15,6 +15,7 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define DEV static inline
+#define DEV_MEMBER inline
 #define __device__
 #define __host__
 #define __global__
@@ -176,6 +177,7 @@ DEV float emu_log2(float x) { return log2f(x); }
 #define __expf emu_exp  // the C library has those names
 #define __log2f emu_log2
 DEV float fast_exp2(float x) { return exp2f(x); }
+DEV float mul(float x, float y) { return x * y; }
 DEV int __popc(u32 x) { return __builtin_popcount(x); }
 DEV int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 DEV int __ffs(u32 x) { return __builtin_ffs(x); }

@@ -456,8 +456,8 @@ DEV void combine(Context& c) {
 #pragma unroll
     for (int o = SPLITS / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
     float weight = fast_exp2(lse - top), total = weight;
-    float x[4] = {__uint_as_float(v.x) * weight, __uint_as_float(v.y) * weight, __uint_as_float(v.z) * weight,
-                  __uint_as_float(v.w) * weight};
+    float x[4] = {mul(__uint_as_float(v.x), weight), mul(__uint_as_float(v.y), weight), mul(__uint_as_float(v.z), weight),
+                  mul(__uint_as_float(v.w), weight)};
 #pragma unroll
     for (int o = SPLITS / 2; o; o >>= 1) {
       total += __shfl_xor_sync(~0u, total, o);

@@ -4,7 +4,10 @@
 // no barrier over the grid. The exchange buffers alternate between two copies; a step empties what the last one used.
 // Each warp copies its packed weights, in the order of use, into a ring of pages in shared memory: a page that has been
 // used is filled again at once, so that copies run ahead of all dependencies.
-#include "attention.cuh"
+#include "one_row.cuh"
+#if FOLD
+#include "folded.cuh"
+#endif
 
 // Stage numbers: 0 q, k, v; 1 embedding; 2 attention; 3 sum of splits; 4 output projection; 5 gate and up;
 // 6 down; 7 logits; and for errors 8 a page of weights; 9 a unit of the cache; 10 room for one. Stamp numbers: see stamp().
@@ -20,6 +23,9 @@ DEV void clear_layer(Context& c, u32* layer, int rows) {
 #pragma unroll 1
   for (int i = c.block * THREADS + c.thread; i < rows * (copies_of(rows) - 1) * COPIED; i += BLOCKS * THREADS)
     *(uint4*)(layer + (rows + i / COPIED) * ROW_WORDS + W_ATTN + i % COPIED * 4) = empty;
+#if FOLD
+  if (rows == 1) clear_folded(c, layer);
+#endif
 }
 
 DEV void project_qkv(Context& c, int layer, const u32* before) {
@@ -45,7 +51,7 @@ DEV void project_qkv(Context& c, int layer, const u32* before) {
 // threads are neighbours.
 DEV void publish_residual(Context& c, int row, int n, int norm, float residual, int to, int to_square) {
   const float x = residual * bf_low(c.s.norms[norm][n]), other = __shfl_down_sync(~0u, x, 1);
-  float square = residual * residual;
+  float square = mul(residual, residual);
 #pragma unroll
   for (int o = BLOCK_HIDDEN / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
   if (row >= c.rows) return;
@@ -97,9 +103,9 @@ DEV u64 rank_key(float x, u32 token) {
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return (u64)bits << 32 | (0xffffffffu - token);
 }
-DEV void project_logits(Context& c) {
+template <class Load>
+DEV void project_logits(Context& c, Load load) {
   u64 best[MAX_ROWS * 64 / THREADS] = {};
-  auto load = [&](int, uint4(&a)[K_HIDDEN]) { load_normed(c, c.now, W_OUT, W_OUT_SQUARE, a, 7); };
   gemv<K_HIDDEN, LM_TILES>(c, load, [&](int tile0, int tiles, const float* part) {
 #pragma unroll
     for (int j = 0; j < MAX_ROWS * 64 / THREADS; j++) {
@@ -144,6 +150,54 @@ DEV void finish_step(const Params& p, u32 parity) {
   state[0] = parity ^ 1;
 }
 
+#if FOLD
+// The layers of a step of one row.
+DEV void folded_layers(Context& c, Stream& f, Held& h, Ahead& ahead, u32* now, u32* other, int last_rows) {
+  embed_folded(c, h, c.s.control.token[0]);
+#pragma unroll 1
+  for (int layer = first_layer(c.p); layer < end_layer(c.p); layer++) {
+    const u32* before = c.now;
+    c.now = now + (long)layer * LAYER_WORDS;
+    stamp(c, layer, 0);
+    ask_norm(c, h, 2 * layer);
+    recompute(c);
+    if (runs(c.p, 0))
+      project_qkv_one(c, f, layer, [&](int, uint4(&a)[K_HIDDEN]) {
+        if (layer) load_held(c, f, h, before, 0);
+        norm_folded(c, h, a);
+        stamp(c, layer, 1);
+      }, [&] { square_folded(c, h); });
+    stamp(c, layer, 2);
+    ask_norm(c, h, 2 * layer + 1);
+    recompute(c);
+    if (runs(c.p, 2)) attention_one(c, f, layer, ahead);
+    stamp(c, layer, 3);
+    stamp(c, layer, 4);
+    recompute(c);
+    if (runs(c.p, 4)) project_head(c, f, layer);
+    stamp(c, layer, 6);
+    if (alone(c.p) && layer && (runs(c.p, 5) || runs(c.p, 6))) load_held(c, f, h, before, 0);
+    recompute(c);
+    if (runs(c.p, 5))
+      gate_up_one(c, f, [&](int, uint4(&a)[K_HIDDEN]) {
+        add_heads(c, f, h, 5);
+        norm_folded(c, h, a);
+        if (c.thread == 0) c.s.progress = layer + 1;
+        stamp(c, layer, 9);
+      }, [&] { square_folded(c, h); });
+    stamp(c, layer, 7);
+    if (!alone(c.p)) clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
+    if (alone(c.p) && runs(c.p, 6)) {
+      add_heads(c, f, h, 5);
+      block_sync();
+    }
+    recompute(c);
+    if (runs(c.p, 6)) project_down_folded(c, f, layer);
+  }
+  ask_norm(c, h, 2 * LAYERS);
+}
+#endif
+template <bool ONE>
 DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, int lane) {
   const int thread = warp * 32 + lane;
   const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full);
@@ -152,14 +206,26 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   u32* now = p.exchange + parity * STEP_WORDS;
   u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
   const int first = first_layer(p);
-  Context c = {p, s, now + (long)(first ? first - 1 : LAYERS) * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, p.rows,
+  Context c = {p, s, now + (long)(first ? first - 1 : LAYERS) * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, ONE ? 1 : p.rows,
                ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8,
                p.weights + (((long)first_page(p) * BLOCKS + block) * WARPS + warp) * PAGE, read_once_policy(), first_page(p),
-               shared_address(memory + UNITS_OFFSET), p.zero, copies_of(p.rows),
+               shared_address(memory + UNITS_OFFSET), p.zero, copies_of(ONE ? 1 : p.rows),
                0, 0, 0, 0, false};
 
+#if FOLD
+  Held h;
+#endif
+  Stream f;
+  if constexpr (ONE) {
+    begin_stream(c, f);
+#if FOLD
+    fold_stream(c, f);
+#endif
+    while (f.room) ask_page(c, f);
+  } else {
 #pragma unroll 1
-  for (int i = 0; i < RING_PAGES; i++) fill_page(c, ring + (warp * RING_PAGES + i) * PAGE, full + (warp * RING_PAGES + i) * 8);
+    for (int i = 0; i < RING_PAGES; i++) fill_page(c, ring + (warp * RING_PAGES + i) * PAGE, full + (warp * RING_PAGES + i) * 8);
+  }
 #pragma unroll 1
   for (int i = thread; i < (2 * LAYERS + 1) * BLOCK_HIDDEN; i += THREADS)
     s.norms[i / BLOCK_HIDDEN][i % BLOCK_HIDDEN] = p.norms[i / BLOCK_HIDDEN * HIDDEN + block * BLOCK_HIDDEN + i % BLOCK_HIDDEN];
@@ -175,38 +241,78 @@ DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, in
   float residual = 0.f;
   if (row < c.rows)
     residual = bf_low(((const unsigned short*)p.embedding)[(long)s.control.token[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
-  if (runs(p, 1)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
+  if (runs(p, 1) && !(ONE && FOLD)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
   Ahead ahead = {0};
-  load_head_norms(c, first % LAYERS, ahead.norms);
+  if constexpr (ONE) ask_head_norm(c, first % LAYERS, ahead.norms);
+  else load_head_norms(c, first % LAYERS, ahead.norms);
+#if FOLD
+  if constexpr (ONE) folded_layers(c, f, h, ahead, now, other, last_rows);
+#endif
 #pragma unroll 1
-  for (int layer = first; layer < end_layer(p); layer++) {
+  for (int layer = ONE && FOLD ? LAYERS : first; layer < end_layer(p); layer++) {
     const u32* before = c.now;
     recompute(c);
     c.now = now + (long)layer * LAYER_WORDS;
     stamp(c, layer, 0);
-    if (runs(p, 0)) project_qkv(c, layer, before);
+    if (runs(p, 0)) {
+      if constexpr (ONE)
+        project_qkv_one(c, f, layer, [&](int, uint4(&a)[K_HIDDEN]) {
+          load_normed_one(c, f, before, W_OUT, W_OUT_SQUARE, a, 0);
+          stamp(c, layer, 1);
+        }, nothing);
+      else
+        project_qkv(c, layer, before);
+    }
     stamp(c, layer, 2);
     recompute(c);
-    if (runs(p, 2)) attention(c, layer, ahead);
+    if (runs(p, 2)) ONE ? attention_one(c, f, layer, ahead) : attention(c, layer, ahead);
     stamp(c, layer, 3);
     recompute(c);
-    if (runs(p, 3)) combine(c);
+    if (runs(p, 3)) ONE ? combine_one(c, f) : combine(c);
     stamp(c, layer, 4);
     recompute(c);
     hold_residual(p, 2 * layer, row, block * BLOCK_HIDDEN + n, residual);
-    if (runs(p, 4)) project_back<K_QDIM>(c, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
+    if (runs(p, 4)) {
+      if constexpr (ONE) project_back_one<K_QDIM>(c, f, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
+      else project_back<K_QDIM>(c, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
+    }
     stamp(c, layer, 6);
     recompute(c);
-    if (runs(p, 5)) gate_up(c, layer);
+    if (runs(p, 5)) {
+      if constexpr (ONE)
+        gate_up_one(c, f, [&](int, uint4(&a)[K_HIDDEN]) {
+          load_normed_one(c, f, c.now, W_MID, W_MID_SQUARE, a, 5);
+          if (c.thread == 0) c.s.progress = layer + 1;
+          stamp(c, layer, 9);
+        }, nothing);
+      else
+        gate_up(c, layer);
+    }
     stamp(c, layer, 7);
     if (!alone(p)) clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
     recompute(c);
     hold_residual(p, 2 * layer + 1, row, block * BLOCK_HIDDEN + n, residual);
-    if (runs(p, 6)) project_back<K_INTER>(c, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
+    if (runs(p, 6)) {
+      if constexpr (ONE) project_back_one<K_INTER>(c, f, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
+      else project_back<K_INTER>(c, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
+    }
   }
   if (!alone(p)) clear_layer(c, other + (long)LAYERS * LAYER_WORDS, last_rows);
   stamp(c, LAYERS, 0);
-  if (runs(p, 7)) project_logits(c);
+  if constexpr (ONE)
+    while (f.room) ask_page(c, f);
+  if (runs(p, 7)) project_logits(c, [&](int, uint4(&a)[K_HIDDEN]) {
+#if FOLD
+    if constexpr (ONE) {
+      load_held(c, f, h, c.now, 7);
+      norm_folded(c, h, a);
+      square_folded(c, h);
+      block_sync();  // partial sums of the logits take the room of the norms
+      return;
+    }
+#endif
+    load_normed(c, c.now, W_OUT, W_OUT_SQUARE, a, 7);
+  });
   stamp(c, LAYERS, 1);
   __threadfence();
   block_sync();
@@ -241,6 +347,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
     copy_cache(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
   } else {
     take_registers<224>();
-    compute(p, s, memory, blockIdx.x, warp, lane);
+    if (p.rows == 1)
+      compute<true>(p, s, memory, blockIdx.x, warp, lane);
+    else
+      compute<false>(p, s, memory, blockIdx.x, warp, lane);
   }
 }

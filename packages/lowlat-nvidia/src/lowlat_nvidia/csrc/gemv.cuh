@@ -111,9 +111,9 @@ DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool
                 int stage) {
   u32 polls = 0;
   const uint4 none = make_uint4(0, 0, 0, 0);
-  // Polling all of many rows crowds the L2, and what is published queues behind the polls: one vector of the last row tells
-  // that the data is about to be there. Few rows are polled whole, which is one round trip less.
-  bool waiting = c.rows > PROBE_ABOVE;
+  // Polling all of several rows crowds the L2, and what is published queues behind the polls: one vector of the last row tells
+  // that the data is about to be there.
+  bool waiting = true;
   while (waiting && __any_sync(~0u, c.g == c.rows - 1 && greatest(load_exchange(extra_at)) == EMPTY))
     waiting = __all_sync(~0u, may_wait(c, polls, stage));
   while (true) {

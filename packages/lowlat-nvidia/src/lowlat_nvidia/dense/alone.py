@@ -37,6 +37,23 @@ OUTPUTS = {
     schedule.DOWN: ("out", "out_square"),
     schedule.LOGITS: (),
 }
+# Of a folded step of one row. Its residual is part of the words; "held" is read of the layer before.
+FOLDED_INPUTS = {
+    schedule.QKV: ("held",),
+    schedule.ATTENTION: ("qkv",),
+    schedule.OUTPUT: ("part", "lse"),
+    schedule.GATE_UP: ("held", "sums"),
+    schedule.DOWN: ("held", "sums", "act"),
+    schedule.LOGITS: ("held",),
+}
+FOLDED_OUTPUTS = {
+    schedule.QKV: ("qkv",),
+    schedule.ATTENTION: ("part", "lse"),
+    schedule.OUTPUT: ("sums",),
+    schedule.GATE_UP: ("act",),
+    schedule.DOWN: ("held",),
+    schedule.LOGITS: (),
+}
 
 
 class _AloneParams(_Params):
@@ -75,9 +92,9 @@ class AloneSteps:
         """
         self.step.reset()
         words_W, rows = self._words(), len(inputs.tokens_R)
-        source = layer - 1 if stage in (schedule.QKV, schedule.LOGITS) else layer
-        for name in INPUTS[stage]:
+        for name in self.inputs(rows)[stage]:
             field = self.words.fields[name]
+            source = layer - 1 if stage in (schedule.QKV, schedule.LOGITS) or name == "held" else layer
             for row in range(rows):
                 from_ = self.words.place(source, row, name)
                 for copy in range(self.copies(rows) if field.copied else 1):
@@ -91,6 +108,14 @@ class AloneSteps:
         fresh_W = torch.where(before == schedule.EMPTY, words_W, schedule.EMPTY)
         return fresh_W, self.step.logits_RV[:rows].clone()
 
+    def inputs(self, rows: int) -> dict[int, tuple[str, ...]]:
+        """Names of what each stage of a step of so many rows reads."""
+        return FOLDED_INPUTS if rows == 1 and self.step.plan.folded else INPUTS
+
+    def outputs(self, rows: int) -> dict[int, tuple[str, ...]]:
+        """Names of what each stage of a step of so many rows publishes."""
+        return FOLDED_OUTPUTS if rows == 1 and self.step.plan.folded else OUTPUTS
+
     def copies(self, rows: int) -> int:
         """How often what all blocks read is published."""
         return self.step.plan.copies if rows <= MAX_ROWS // self.step.plan.copies else 1
@@ -99,7 +124,7 @@ class AloneSteps:
         """Indices of all words that a stage publishes, copies included."""
         found = []
         target = -1 if stage == schedule.EMBEDDING else layer
-        for name in OUTPUTS[stage]:
+        for name in self.outputs(rows)[stage]:
             field = self.words.fields[name]
             for row in range(rows * (self.copies(rows) if field.copied else 1)):
                 found.append(torch.arange(field.count) + self.words.place(target, row, name))

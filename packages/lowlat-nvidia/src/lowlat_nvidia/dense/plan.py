@@ -15,6 +15,7 @@ MAX_ROWS = 8
 FRAGMENT_BYTES = 512  # 16 outputs x 16 inputs, or 8 x 32, in bfloat16
 SHARED_LIMIT = 227 * 1024
 UNIT_TOKENS = 16  # cached tokens that are copied and computed at once; splits of a context are whole units
+MAX_PAGES = 16  # of a warp's ring of weights
 MAX_UNITS = 24  # of the cache under way: 96 KB of heads of 64
 
 
@@ -140,20 +141,26 @@ def chunk_fragments(inputs: int) -> int:
 class DensePlan:
     """A shape with the choices that tune it.
 
-    `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits) are under way; `ahead`
-    units come into the L2 before there is room for them, where contexts are short. What all blocks read is
-    published `copies` times when rows are few; more than `probe_above` rows (None: as measured) are waited for by one
-    vector. Idle warps that copy sleep `idle_ns`; with `paced`, copies for a layer wait for the stage before it that
-    streams most. `plain_copies` is for tools that watch every access, `alone` runs stages one by one (`dense.alone`).
+    There is room for `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits); `ahead`
+    units come into the L2 before there is room for them, where contexts are short. What all blocks read is published
+    `copies` times when rows are few. Idle warps that copy sleep `idle_ns`; with `paced`, copies for a layer wait for
+    the stage before it that streams most. `plain_copies` is for tools that watch every access, `alone` runs stages one
+    by one (`dense.alone`).
+
+    Of steps of one row: a warp asks for `under_way` pages of weights at once; with `early` a stage's first pages are in
+    registers before its inputs are there; with `fold` the output projection is computed by KV heads and every block
+    holds the residual, which is one exchange a layer less, and more to read. None: as measured.
     """
 
     shape: DenseShape
-    ring_limit: int = 96 * 1024
+    ring_limit: int | None = None
     units: int = 0
     ahead: int | None = None
     stamps: int = 0
     copies: int = 4
-    probe_above: int | None = None
+    under_way: int | None = None
+    early: bool | None = None
+    fold: bool | None = None
     idle_ns: int = 20
     paced: bool = True
     plain_copies: bool = False
@@ -167,8 +174,9 @@ class DensePlan:
 
     def _pages(self, fragments: int) -> int:
         least = self.units or WARPS
-        room = min(self.ring_limit, SHARED_LIMIT - self.fixed_bytes() - least * self.unit_bytes)
-        return min(16, room // (WARPS * fragments * FRAGMENT_BYTES))
+        limit = self.ring_limit or (112 if self._narrow else 96) * 1024
+        room = min(limit, SHARED_LIMIT - self.fixed_bytes() - least * self.unit_bytes)
+        return min(MAX_PAGES, room // (WARPS * fragments * FRAGMENT_BYTES))
 
     @property
     def page_bytes(self) -> int:
@@ -189,7 +197,7 @@ class DensePlan:
         if s.qkv_bias:
             control += 2 * s.layers * s.kv_heads * s.head_rows // BLOCKS
         heads = MAX_ROWS * (2 * s.qdim // s.kv_heads + 4 * s.head_dim)
-        barriers = WARPS * 16 * 8 + 16 * MAX_UNITS
+        barriers = WARPS * MAX_PAGES * 8 + 16 * MAX_UNITS
         return -(-(sums + control + heads + barriers + 128) // 1024) * 1024
 
     @property
@@ -233,9 +241,17 @@ class DensePlan:
         small += (2 * 8 + 2 * 128) * s.layers  # addresses and tensor maps of the pools
         return stream + 4 * self.exchange_words() + 4 * MAX_ROWS * s.vocab + 4 * positions * s.head_dim + small
 
-    def _probe_above(self) -> int:
-        """As measured: one row of a wide model is polled whole, everything else by one vector first."""
-        return self.probe_above if self.probe_above is not None else int(self.shape.hidden > 1024)
+    @property
+    def _narrow(self) -> bool:
+        """One row is a chain of exchanges with little to stream between them."""
+        return self.shape.hidden <= 1024
+
+    @property
+    def folded(self) -> bool:
+        """Whether steps of one row are folded."""
+        s = self.shape
+        fits = WARPS % s.kv_heads == 0 and s.qdim == 256 * s.kv_heads and s.hidden <= 2048 and self.copies <= 4
+        return fits and (self._narrow if self.fold is None else self.fold)
 
     def _ahead(self) -> int:
         """As measured: it helps wide models, whose stages take long, and nothing else."""
@@ -264,7 +280,9 @@ class DensePlan:
             "AHEAD": self._ahead(),
             "STAMPS": self.stamps,
             "COPIES": self.copies,
-            "PROBE_ABOVE": self._probe_above(),
+            "UNDER_WAY": min(self.under_way or (4 if self._narrow else MAX_PAGES), self.ring_pages),
+            "EARLY": int(self._narrow if self.early is None else self.early),
+            "FOLD": int(self.folded),
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),

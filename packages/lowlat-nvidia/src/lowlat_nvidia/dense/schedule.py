@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowlat_nvidia.dense.pack import DenseWeights, order_qkv
-from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, UNIT_TOKENS, DensePlan
+from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, UNIT_TOKENS, WARPS, DensePlan
 from lowlat_nvidia.dense.rows import StepRow
 
 EMPTY = -1
@@ -61,6 +61,9 @@ class Words:
             self.fields[name] = Field(name, at, count, pairs, copied)
             at += count
         self.row = at
+        # Of a step of one row, folded: in the room of rows that it does not have.
+        self.fields["held"] = Field("held", 4 * at, s.hidden, False, True)
+        self.fields["sums"] = Field("sums", 4 * at + s.hidden, WARPS * s.hidden, False, False)
         self.layer = MAX_ROWS * at
         self.step = (s.layers + 1) * self.layer
         assert self.layer == plan.layer_words(), "plan and schedule count words alike"
@@ -136,6 +139,7 @@ class Schedule:
         self.pools, self.page_size, self.rows = pools, page_size, rows
         self.words = Words(plan)
         self._words_W = words_W
+        self.folded = plan.folded and len(rows) == 1
         self._matrices: dict[tuple[int, str], Tensor] = {}
 
     def faults(self, logits_RV: Tensor) -> list[Fault]:
@@ -163,6 +167,9 @@ class Schedule:
         """All that the step made, in order; logits are `logits`' matter. What has been made is read as inputs only when
         the next is asked for."""
         s, w = self.plan.shape, self.weights
+        if self.folded:
+            yield from self._folded_stages()
+            return
         residual = torch.stack([w.embedding[row.token].double() for row in self.rows])
         yield from self._residual(EMBEDDING, -1, residual, w.layers[0].norm1, "out")
         for index, layer in enumerate(w.layers):
@@ -181,9 +188,7 @@ class Schedule:
             for r in range(len(self.rows)):
                 gate, slack_g = self._normed_product(self._matrix(index, "gate"), index, r, "mid")
                 up, slack_u = self._normed_product(self._matrix(index, "up"), index, r, "mid")
-                act = torch.nn.functional.silu(gate) * up
-                slack = 1.1 * slack_g * up.abs() + torch.nn.functional.silu(gate).abs() * slack_u
-                yield Made(GATE_UP, index, r, "act", act, slack + 2**-8 * act.abs() + 1e-12)
+                yield self._activation(index, r, gate, slack_g, up, slack_u)
             residual = residual + self._product(self._matrix(index, "down"), index, "act")
             following = w.layers[index + 1].norm1 if index + 1 < len(w.layers) else w.norm
             yield from self._residual(DOWN, index, residual, following, "out")
@@ -192,8 +197,30 @@ class Schedule:
         """The logits of each row."""
         for r in range(len(self.rows)):
             last = len(self.weights.layers) - 1
-            y, slack = self._normed_product(self._matrix(last, "lm_head"), last, r, "out")
+            if self.folded:
+                y, slack = self._held_product(self._matrix(last, "lm_head"), self._held(last), self.weights.norm)
+            else:
+                y, slack = self._normed_product(self._matrix(last, "lm_head"), last, r, "out")
             yield Made(LOGITS, len(self.weights.layers), r, "logits", y, slack + 1e-6 * y.abs())
+
+    def _folded_stages(self) -> Iterator[Made]:
+        """The same of one row in a plan that folds: every block sums and norms the whole residual itself."""
+        for index, layer in enumerate(self.weights.layers):
+            y, slack = self._held_product(self._matrix(index, "qkv"), self._held(index - 1), layer.norm1)
+            if layer.q_bias is not None and layer.k_bias is not None and layer.v_bias is not None:
+                y = y + order_qkv(self.plan.shape, layer.q_bias, layer.k_bias, layer.v_bias).double()
+            yield Made(QKV, index, 0, "qkv", y, slack + 1e-6 * y.abs())
+            yield from self._attention(index, 0)
+            yield self._sums(index)
+            middle = self._middle(index)
+            gate, slack_g = self._held_product(self._matrix(index, "gate"), middle, layer.norm2)
+            up, slack_u = self._held_product(self._matrix(index, "up"), middle, layer.norm2)
+            yield self._activation(index, 0, gate, slack_g, up, slack_u)
+            act = self._read(index, 0, "act")
+            down = self._matrix(index, "down")
+            held = middle.double() + down @ act
+            slack = 1e-6 * (down.norm(dim=1) * act.norm() + held.abs())
+            yield Made(DOWN, index, 0, "held", held, slack)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -205,6 +232,38 @@ class Schedule:
         x, square = self._read(layer, row, name), self._read(layer, row, name + "_square")
         inverse = torch.rsqrt(square.sum() / self.plan.shape.hidden + self.plan.shape.eps)
         return (matrix_NK @ x) * inverse, 1e-6 * matrix_NK.norm(dim=1) * x.norm() * inverse
+
+    def _activation(self, layer: int, r: int, gate: Tensor, slack_g: Tensor, up: Tensor, slack_u: Tensor) -> Made:
+        act = torch.nn.functional.silu(gate) * up
+        slack = 1.1 * slack_g * up.abs() + torch.nn.functional.silu(gate).abs() * slack_u
+        return Made(GATE_UP, layer, r, "act", act, slack + 2**-8 * act.abs() + 1e-12)
+
+    def _held(self, layer: int) -> Tensor:
+        """The residual after a layer, float32; -1: the embedding."""
+        return (self.weights.embedding[self.rows[0].token] if layer < 0 else self._read(layer, 0, "held")).float()
+
+    def _middle(self, layer: int) -> Tensor:
+        """The residual after a layer's attention: float32 additions in the kernel's order, to the bit."""
+        total = torch.zeros_like(self._held(layer - 1))
+        for part in self._read(layer, 0, "sums").float().view(WARPS, -1):
+            total = total + part
+        return self._held(layer - 1) + total
+
+    def _held_product(self, matrix_NK: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Products with a float32 residual times a norm, rounded to bfloat16 as the kernel does, times 1 / rms."""
+        x = (residual * norm.float()).to(torch.bfloat16).double()
+        inverse = torch.rsqrt(residual.double().square().mean() + self.plan.shape.eps)
+        return (matrix_NK @ x) * inverse, 1e-6 * matrix_NK.norm(dim=1) * x.norm() * inverse
+
+    def _sums(self, layer: int) -> Made:
+        """Partial sums of the output projection over slices of the inputs; its inputs may round to other neighbours."""
+        o, y = self._matrix(layer, "o"), self._combine(layer, 0)
+        x_WK, o_NWK = bf16(y.expected).view(WARPS, -1), o.view(len(o), WARPS, -1)
+        sums_WN = torch.einsum("nwk,wk->wn", o_NWK, x_WK)
+        apart_WK = (y.tolerance - 2**-8 * y.expected.abs()).view(WARPS, -1)
+        slack_WN = torch.einsum("nwk,wk->wn", o_NWK.abs(), apart_WK) + 2**-8 * (o_NWK.abs() * x_WK.abs()).amax(-1).T
+        slack_WN += 1e-6 * o_NWK.norm(dim=-1).T * x_WK.norm(dim=-1, keepdim=True)
+        return Made(OUTPUT, layer, 0, "sums", sums_WN.flatten(), slack_WN.flatten())
 
     def _product(self, matrix_NK: Tensor, layer: int, name: str) -> Tensor:
         x_RK = torch.stack([self._read(layer, r, name) for r in range(len(self.rows))])

@@ -1,0 +1,239 @@
+// Weights of a step of one row: pages on their way, and products of one stage with the bits of `gemv`.
+#pragma once
+#include "gemv.cuh"
+
+constexpr int LAYER_PAGES = LAYER_FRAGMENTS / PAGE_FRAGMENTS;
+constexpr int FIRST_O_PAGE = BLOCK_QKV / 8 * K_HIDDEN / PAGE_FRAGMENTS, O_PAGES = BLOCK_HIDDEN / 8 * K_QDIM / PAGE_FRAGMENTS;
+
+// Counts a fruitless poll of the whole warp; true when it must go on with what it has.
+DEV bool give_up(Context& c, u32& polls, int stage) {
+  if ((++polls & 255u) == 0) {
+    if (polls > c.p.spin_limit) store_exchange(c.p.state + 1, 1u + c.block * 16 + stage);
+    c.failed = __any_sync(~0u, load_exchange_word(c.p.state + 1) != 0);
+  }
+  return c.failed;
+}
+// A warp's pages on their way. Not all that fit are asked for at once: what blocks exchange queues behind them. The rest is asked
+// for while other blocks are waited for. With EARLY a stage's first pages are in registers before its inputs are there, if they
+// have come by then, and their slots are filled again.
+struct Stream {
+  int oldest, under_way;  // slot of the oldest page under way, and how many are
+  u32 oldest_phase;
+  int next, room;      // slot of the next page to ask for, and how many slots are empty
+  int landed;          // pages known to be there that have not been taken
+  u32 seen;            // depends on all that was loaded from slots that are empty now
+#if FOLD
+  long elsewhere;      // from this warp's place in a page of all warps to the one whose output projection it computes
+  int page;            // of a layer: the next to ask for
+#endif
+};
+DEV void begin_stream(Context& c, Stream& f) { f = {0, 0, 0, 0, RING_PAGES, 0, 0}; }
+DEV void next_slot(int& slot, u32& phase) {
+  if (++slot == RING_PAGES) { slot = 0; phase ^= 1; }
+}
+// Asks for a page. At the end of the weights there is no room any more.
+DEV void ask_page(Context& c, Stream& f) {
+  if (c.pages == end_page(c.p)) {
+    f.room = 0;
+    return;
+  }
+  if (c.lane == 0) {
+    const u32 full = c.full + f.next * 8;
+    barrier_expect(full, PAGE);
+#if FOLD
+    const u8* from = c.weights + ((u32)(f.page - FIRST_O_PAGE) < (u32)O_PAGES ? f.elsewhere : 0);
+#else
+    const u8* from = c.weights;
+#endif
+    copy_bulk(after(c, f.seen, c.ring + f.next * PAGE), from, PAGE, full, c.policy);
+  }
+  c.pages++;
+  c.weights += (long)BLOCKS * WARPS * PAGE;
+#if FOLD
+  if (++f.page == LAYER_PAGES) f.page = c.pages < LAYERS * LAYER_PAGES ? 0 : LAYER_PAGES + 1;
+#endif
+  u32 unused = 0;
+  next_slot(f.next, unused);
+  f.room--;
+  f.under_way++;
+}
+DEV void page_landed(Stream& f) {
+  next_slot(f.oldest, f.oldest_phase);
+  f.under_way--;
+}
+// What a warp does while it waits for other blocks: it notices that the oldest page is there, and asks for another.
+DEV void pump(Context& c, Stream& f) {
+  if (UNDER_WAY == RING_PAGES || !f.room) return;
+  if (f.under_way && __all_sync(~0u, barrier_test(c.full + f.oldest * 8, f.oldest_phase))) {
+    page_landed(f);
+    f.landed++;
+  }
+  if (f.under_way < UNDER_WAY) ask_page(c, f);
+}
+// Loads pages that are there. Once the loads have returned the slots are empty.
+template <int PAGES>
+DEV void load_pages(Context& c, Stream& f, uint4 (&w)[PAGES * PAGE_FRAGMENTS]) {
+#pragma unroll
+  for (int j = 0; j < PAGES; j++) {
+    const u32 page = c.ring + c.slot * PAGE + c.lane * 16;
+#pragma unroll
+    for (int i = 0; i < PAGE_FRAGMENTS; i++) w[j * PAGE_FRAGMENTS + i] = load_shared(page + i * FRAGMENT);
+    if (f.landed) f.landed--;
+    else page_landed(f);
+    next_slot(c.slot, c.phase);
+  }
+#pragma unroll
+  for (int i = 0; i < PAGES * PAGE_FRAGMENTS; i++) f.seen ^= w[i].w;
+  f.room += PAGES;
+}
+// Whether pages are there that nobody need wait for.
+template <int PAGES>
+DEV bool pages_there(Context& c) {
+  int slot = c.slot;
+  u32 phase = c.phase;
+  bool there = true;
+#pragma unroll
+  for (int j = 0; j < PAGES; j++) {
+    there = there && barrier_test(c.full + slot * 8, phase);
+    next_slot(slot, phase);
+  }
+  return __all_sync(~0u, there);
+}
+template <int PAGES>
+DEV void wait_pages(Context& c) {
+  int slot = c.slot;
+  u32 phase = c.phase;
+#pragma unroll
+  for (int j = 0; j < PAGES; j++) {
+    wait_barrier(c, c.full + slot * 8, phase, 8);
+    next_slot(slot, phase);
+  }
+}
+// Asks for as many pages as may be under way.
+DEV void ask_pages(Context& c, Stream& f) {
+  __syncwarp();
+#pragma unroll 1
+  while (f.room && f.under_way < UNDER_WAY) ask_page(c, f);
+}
+
+// Pages of a tile that are taken together: at most 8 fragments, in registers, and no more than are under way.
+template <int PAGES, int AT_MOST>
+constexpr int dividing = PAGES % AT_MOST == 0 ? AT_MOST : dividing<PAGES, AT_MOST - 1>;
+template <int PAGES>
+constexpr int dividing<PAGES, 1> = 1;
+template <int PAGES>
+constexpr int at_once = dividing<PAGES, (8 / PAGE_FRAGMENTS < UNDER_WAY ? 8 / PAGE_FRAGMENTS : UNDER_WAY)>;
+
+// Fragments of a stage, in the groups in which they are taken: a tile of 16 outputs, or of the 8 that are left over.
+// Products have the bits of `multiply_wide` and `multiply_narrow`, of row 0, in lanes with q = 0.
+template <int CHUNK, bool WIDE>
+struct Tile {
+  static constexpr int FRAGMENTS = (WIDE ? 2 : 1) * CHUNK, PAGES = at_once<FRAGMENTS / PAGE_FRAGMENTS>;
+  static constexpr int COUNT = PAGES * PAGE_FRAGMENTS, GROUPS = FRAGMENTS / COUNT;
+  static constexpr bool ASK_EACH = GROUPS * PAGES > UNDER_WAY;
+  static_assert(PAGES <= UNDER_WAY, "what is taken together is always under way or there");
+  uint4 w[COUNT];  // the next group
+  bool taken;
+
+  // Takes the next group if it is there.
+  DEV_MEMBER void take_early(Context& c, Stream& f) {
+    taken = EARLY && pages_there<PAGES>(c);
+    if (taken) load_pages<PAGES>(c, f, w);
+  }
+  // Outputs g and g + 8 of a wide tile, or g. `more`: another such tile follows at once.
+  DEV_MEMBER float2 multiply(Context& c, Stream& f, const uint4 (&a)[CHUNK], bool more) {
+    float sum[4][4] = {};
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      if (!taken) {
+        wait_pages<PAGES>(c);
+        load_pages<PAGES>(c, f, w);
+      }
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        const int at = group * COUNT + i;
+        if (WIDE) {
+          const uint4 x = a[at / 2];
+          mma(sum[i % PAGE_FRAGMENTS % 4], w[i], i % 2 ? x.z : x.x, i % 2 ? x.w : x.y);
+        } else {
+          const uint4 x = a[WIDE ? 0 : at];
+          mma(sum[i % 2], w[i], x.x, x.y);
+          mma(sum[2 + i % 2], w[i], x.z, x.w);
+        }
+      }
+      taken = false;
+      if (group + 1 < GROUPS || more) take_early(c, f);
+      if (ASK_EACH || group + 1 == GROUPS) ask_pages(c, f);
+    }
+    if (WIDE)
+      return make_float2(0.f + ((sum[0][0] + sum[1][0]) + (sum[2][0] + sum[3][0])),
+                         0.f + ((sum[0][2] + sum[1][2]) + (sum[2][2] + sum[3][2])));
+    return make_float2(0.f + ((sum[0][0] + sum[1][0]) + (sum[2][2] + sum[3][2])), 0.f);
+  }
+};
+// Partial sums of one row: [warp][64 outputs].
+DEV void store_one(Context& c, int tile, float x) {
+  if (c.q == 0) part_now(c)[c.warp * 64 + tile * 8 + c.g] = x;
+}
+DEV float sum_one(const float* part, int n) {
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) sum += part[w * 64 + n];
+  return sum;
+}
+// One stage, as `gemv`. `load(chunk, a)` gathers inputs; `late()` is done behind the products, and before the sums.
+template <int K, int TILES, class Load, class Late, class Finish>
+DEV void gemv_one(Context& c, Stream& f, Load load, Late late, Finish finish) {
+  constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2;
+  uint4 a[CHUNK];
+  Tile<CHUNK, true> wide;
+  Tile<CHUNK, false> narrow;
+  narrow.taken = false;
+  if constexpr (WIDE > 0) wide.take_early(c, f);
+  else narrow.take_early(c, f);
+  if constexpr (CHUNKS == 1) {
+    load(0, a);
+#pragma unroll 1
+    for (int tile0 = 0; tile0 < TILES; tile0 += 8) {
+      const int tiles = TILES - tile0 < 8 ? TILES - tile0 : 8;
+      if constexpr (WIDE > 0) {
+#pragma unroll 1
+        for (int tile = 0; tile < tiles - 1; tile += 2) {
+          const float2 d = wide.multiply(c, f, a, tile + 2 < tiles - 1);
+          store_one(c, tile, d.x);
+          store_one(c, tile + 1, d.y);
+        }
+      }
+      if constexpr (TILES % 2)
+        if (tile0 + 8 >= TILES) store_one(c, tiles - 1, narrow.multiply(c, f, a, false).x);
+      if (tile0 == 0) late();
+      block_sync();
+      finish(tile0, tiles, part_now(c));
+      c.part_parity ^= 1;
+    }
+  } else {
+    static_assert(TILES <= 8, "");
+    float d[WIDE + 1][2] = {}, last = 0.f;
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      load(chunk, a);
+#pragma unroll
+      for (int tile = 0; tile < WIDE; tile++) {
+        const float2 x = wide.multiply(c, f, a, tile + 1 < WIDE);
+        d[tile][0] += x.x;
+        d[tile][1] += x.y;
+      }
+      if constexpr (TILES % 2) last += narrow.multiply(c, f, a, false).x;
+    }
+#pragma unroll
+    for (int tile = 0; tile < WIDE; tile++) {
+      store_one(c, 2 * tile, d[tile][0]);
+      store_one(c, 2 * tile + 1, d[tile][1]);
+    }
+    if constexpr (TILES % 2) store_one(c, TILES - 1, last);
+    late();
+    block_sync();
+    finish(0, TILES, part_now(c));
+    c.part_parity ^= 1;
+  }
+}
