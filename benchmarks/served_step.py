@@ -109,9 +109,9 @@ def over_http(url: str, model: str, rounds: int) -> list[float]:
 class Run:
     """What is measured, written after every part."""
 
-    def __init__(self, model: str, directory: Path) -> None:
+    def __init__(self, name: str, model: str, directory: Path) -> None:
         self._model, self._directory = model, directory
-        self._result = new_result("served-step", simulated=Simulated(weights=True))
+        self._result = new_result(name, simulated=Simulated(weights=True))
         self._path: Path | None = None
 
     def add(self, what: str, metric: str, samples: list[float], note: str, **details: float) -> None:
@@ -140,7 +140,9 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="folder for the model and compiled kernels, kept for other parts")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
-    run = Run(got.model, got.results or default_directory())
+    # A result of its own: it may be of another day than the rest, which it would replace in tables.
+    name = "cold-start" if got.parts == "cold" else "served-step"
+    run = Run(name, got.model, got.results or default_directory())
     with tempfile.TemporaryDirectory(prefix="lowlat-served-") as scratch:
         measure(run, got.scratch or Path(scratch), got)
 
