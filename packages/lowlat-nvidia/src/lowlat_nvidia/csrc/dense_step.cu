@@ -198,8 +198,10 @@ DEV void folded_layers(Context& c, Stream& f, Held& h, Ahead& ahead, u32* now, u
 }
 #endif
 template <bool ONE>
-DEV void compute(const Params& p, Shared& s, u8* memory, int block, int warp, int lane) {
-  const int thread = warp * 32 + lane;
+DEV void compute(const Params& p, Shared& s, u8* memory) {
+  int thread = threadIdx.x, block = blockIdx.x;
+  forget(thread);  // or what is worked out of it before stays in registers beside it
+  const int warp = (u32)thread / 32, lane = (u32)thread % 32;
   const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full);
   const u32 parity = load_exchange_word(p.state);
   const int last_rows = (int)load_exchange_word(p.state + 5);
@@ -348,8 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   } else {
     take_registers<224>();
     if (p.rows == 1)
-      compute<true>(p, s, memory, blockIdx.x, warp, lane);
+      compute<true>(p, s, memory);
     else
-      compute<false>(p, s, memory, blockIdx.x, warp, lane);
+      compute<false>(p, s, memory);
   }
 }
