@@ -8,14 +8,20 @@ import pytest
 import torch
 
 from lowlat_nvidia.deepseek_v4 import attention_reference as reference
-from lowlat_nvidia.deepseek_v4.attention_chain import AttentionChain, ChainPlan
+from lowlat_nvidia.deepseek_v4.attention_chain import (
+    DEFAULT_SPIN_LIMIT,
+    THREADS,
+    AttentionChain,
+    ChainDeadlineError,
+    ChainPlan,
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 PLANS = {"headline": ChainPlan(), "small": ChainPlan(hidden=1024, latent=256, groups=2, group_outputs=128)}
 # FP8 quantisation of what comes between turns a last bit into a step of 1/16 for single values; relative to the norm.
-BOUND = 1.5e-2
+BOUND, FEW_KEYS_BOUND = 1.5e-2, 2.5e-2  # with few keys, no mean over many hides the steps of the own ones
 
 
 @pytest.fixture(scope="module", params=PLANS)
@@ -26,8 +32,8 @@ def built(request):
 
 
 def poison(chain: AttentionChain) -> None:
-    for tensor in (chain.latent, chain.query_RND, chain.mixed_RND, chain.out_RO):
-        tensor.fill_(float("nan"))
+    """Words that kernels exchange are empty, which is NaN, before they are published: only the output can be stale."""
+    chain.out_RO.fill_(float("nan"))
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -44,7 +50,7 @@ def test_against_plain_pytorch(built, rows, window, chosen, early):
     chain.check()
     expected, data, scales = reference.attention_region(weights, theirs, chain.plan.groups, chain.eps)
     assert out.isfinite().all()
-    assert ((out - expected).norm() / expected.norm()).item() < BOUND
+    assert ((out - expected).norm() / expected.norm()).item() < (BOUND if chosen else FEW_KEYS_BOUND)
     # Keys: the bytes of the own entries are nearly all the same, and no other byte of the window changed.
     for row in range(rows):
         mine, mine_scales = reference._window_entry(inputs, int(inputs.window_RW[row, -1]))
@@ -53,6 +59,8 @@ def test_against_plain_pytorch(built, rows, window, chosen, early):
         mine.copy_(data[row])
     assert torch.equal(inputs.window, theirs.window)
     assert torch.equal(inputs.chosen, theirs.chosen)
+    for words in chain.exchanged[:2]:
+        assert (words == 255).all()
 
 
 def test_a_row_is_the_same_bits_beside_any_neighbours(built):
@@ -66,12 +74,15 @@ def test_a_row_is_the_same_bits_beside_any_neighbours(built):
 
 
 def test_ten_thousand_replays_repeat_bit_for_bit(built):
+    """Two regions a replay: the second overlaps the first, and both use the same words."""
     chain, _ = built
     inputs = reference.random_inputs(chain.plan, 6, "cuda")
     chain.run(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        before = chain.run(inputs).clone()
+        chain.run(inputs)
         out = chain.run(inputs)
     graph.replay()
     first, wrong = out.clone(), torch.zeros((), dtype=torch.long, device="cuda")
@@ -79,6 +90,23 @@ def test_ten_thousand_replays_repeat_bit_for_bit(built):
         if replay % 1000 == 0:
             poison(chain)
         graph.replay()
-        wrong += (out != first).sum()
+        wrong += (out != first).sum() + (before != first).sum()
     assert wrong.item() == 0
+    chain.check()
+
+
+def test_a_missed_deadline_is_named_and_the_next_step_is_right(built):
+    chain, _ = built
+    inputs = reference.random_inputs(chain.plan, 2, "cuda")
+    expected = chain.run(inputs).clone()
+    torch.cuda.synchronize()
+    chain.spin_limit = 1000
+    stream = torch.cuda.current_stream().cuda_stream
+    chain.kernels["up"].launch_early(
+        chain.launches(2)["up"], THREADS, chain.parameters(inputs), stream, dependent=False
+    )
+    with pytest.raises(ChainDeadlineError):
+        chain.check()
+    chain.spin_limit = DEFAULT_SPIN_LIMIT
+    assert torch.equal(chain.run(inputs), expected)
     chain.check()

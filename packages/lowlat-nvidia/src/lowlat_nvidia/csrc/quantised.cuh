@@ -1,7 +1,7 @@
 // Products of quantised weights for at most 8 rows, which are the 8 columns of the matrix instructions: rows quantised to
-// FP8 by groups, as float16 operands.
+// FP8 by groups, as float16 operands or as they are.
 #pragma once
-#include "ptx.cuh"
+#include "tensor.cuh"
 
 constexpr int MAX_ROWS = 8, GROUP = 32;  // a group: inputs that share a scale
 
@@ -26,6 +26,11 @@ DEV float group_largest(const float (&x)[8]) {  // of the four lanes that share 
   for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(x[i]));
   largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
   return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+}
+// Four values in units of their group's scale, as e4m3.
+DEV u32 rounded_fp8(float a, float b, float c, float d, u32 power) {
+  const float inverse = __uint_as_float((254 - power) << 23);
+  return fp8_pair(a * inverse, b * inverse) | fp8_pair(c * inverse, d * inverse) << 16;
 }
 // Rows as the matrix instructions take them: rounded to e4m3 in units of the group's scale, as float16 (exact). `in_units`
 // then brings groups to the row's largest scale: exact while a group's scale is at least 2^-15 of that; what is smaller is

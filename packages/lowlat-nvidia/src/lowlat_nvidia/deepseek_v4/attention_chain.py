@@ -10,39 +10,48 @@ Suffixes: R rows, H hidden, L query latent (1280), N heads (16), D head dimensio
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowlat_nvidia.formats import HALF_ORDER
 from lowlat_nvidia.jit import Function, compile_cubin
 
 MAX_ROWS, GROUP, DIM, HEADS, WINDOW, CHOSEN, PAIRS = 8, 32, 512, 16, 128, 512, 32
-THREADS, WARPS, BLOCKS_A_ROW = 256, 8, 8
+THREADS, BLOCKS_A_ROW, TILE, CLUSTER = 256, 8, 64, 4
+# Bytes of shared memory that a multiprocessor has once: such blocks spread, and the next kernel's fit beside each.
+ALONE = 115 * 1024
 DEFAULT_SPIN_LIMIT = 4_000_000
+STAMPED_KERNELS, STAMPED_BLOCKS, STAMPS_A_BLOCK = 4, 256, 8
 
 
 class ChainDeadlineError(RuntimeError):
-    """A copy of weights did not arrive in time. Results are void."""
+    """A copy of weights, or what another kernel should publish, did not arrive in time. Results are void."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
-    """Sizes of one GPU's part. Raises ValueError with the field that does not fit."""
+    """Sizes of one GPU's part. Raises ValueError with the field that does not fit.
+
+    `prefetch`: kernels ask for later kernels' weights, which wait for them in the L2. `stamps`: blocks note when
+    their phases end, in nanoseconds.
+    """
 
     hidden: int = 5120
     latent: int = 1280
     groups: int = 2
     group_outputs: int = 1024
+    prefetch: bool = True
+    stamps: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden % 256 or self.hidden > 6144:
             raise ValueError(f"hidden {self.hidden}: a multiple of 256, at most 6144")
         if self.latent % 256 or self.latent > 1536:
             raise ValueError(f"latent {self.latent}: a multiple of 256, at most 1536")
-        if self.groups not in (1, 2, 4) or self.group_outputs % 32:
-            raise ValueError(f"{self.groups} groups of {self.group_outputs}: 1, 2 or 4, of a multiple of 32")
+        if self.groups not in (1, 2, 4) or self.group_outputs % TILE:
+            raise ValueError(f"{self.groups} groups of {self.group_outputs}: 1, 2 or 4, of a multiple of {TILE}")
 
     @property
     def group_inputs(self) -> int:
@@ -59,14 +68,24 @@ class ChainPlan:
         """Macros of the kernels."""
         return {
             "HIDDEN": self.hidden, "QUERY_LATENT": self.latent, "GROUPS": self.groups,
-            "GROUP_OUTPUTS": self.group_outputs,
+            "GROUP_OUTPUTS": self.group_outputs, "PREFETCH": int(self.prefetch), "STAMPS": int(self.stamps),
+            **{f"{name.upper()}_SHARED": size for name, size in self.shared().items()},
         }  # fmt: skip
 
-    def product(self, inputs: int, split: int) -> int:
-        """Shared memory of a block of products."""
-        tiles = WARPS // split
-        rows = 0 if tiles == 1 else inputs * 16
-        return tiles * inputs * 16 + WARPS * MAX_ROWS * (64 + 8) + tiles * inputs // GROUP * 4 + rows + 1024
+    def shared(self) -> dict[str, int]:
+        """Bytes of shared memory of a block of each kernel. A multiprocessor has 227 KB for those that overlap."""
+        keys = (WINDOW + CHOSEN) // BLOCKS_A_ROW
+        attend = keys * (DIM * 2 + 16) + 4 * HEADS * keys * 4 + HEADS * 176 + 1280
+        return {
+            "down": _product_bytes(self.hidden // CLUSTER, CLUSTER), "up": max(_product_bytes(self.latent, 1), ALONE),
+            "attend": attend, "group": max(_product_bytes(self.group_inputs // CLUSTER, CLUSTER), ALONE),
+        }  # fmt: skip
+
+
+def _product_bytes(inputs: int, blocks: int) -> int:
+    """Shared memory of a block that multiplies `inputs` inputs, with blocks that share a tile."""
+    parts = 2 * blocks * MAX_ROWS * (TILE + 4 if blocks == 1 else TILE // blocks) * 4
+    return inputs // GROUP * (TILE * GROUP + MAX_ROWS * GROUP + MAX_ROWS * 4 + 8) + parts + 512
 
 
 class _Chain(ctypes.Structure):
@@ -76,7 +95,7 @@ class _Chain(ctypes.Structure):
             for name in (
                 "x", "down", "down_scales", "up", "up_scales", "group", "group_scales", "query_norm", "key_norm",
                 "sinks", "angles", "window", "chosen", "window_entries", "chosen_entries", "latent", "query", "mixed",
-                "out", "error",
+                "mixed_scales", "out", "error", "stamps",
             )
         ),
         ("window_page", ctypes.c_longlong),
@@ -127,23 +146,31 @@ class ChainInputs:
 
 
 def pack_product(weight_OK: Tensor) -> Tensor:
-    """FP8 weights as bytes in the order that lanes read: tiles of 16 outputs, groups of 32 inputs, lane (g, q) having 8
-    bytes of row g and 8 of row g + 8, each four in `HALF_ORDER`."""
+    """FP8 weights as bytes in the order that the matrix instruction reads: tiles of 64 outputs, groups of 32 inputs,
+    halves of 16 inputs; of those 64 outputs of 16 bytes."""
     outputs, inputs = weight_OK.shape
-    parts = weight_OK.contiguous().view(torch.uint8).view(outputs // 16, 2, 8, inputs // 32, 4, 2, 4)[..., HALF_ORDER]
-    return parts.permute(0, 3, 2, 4, 1, 5, 6).contiguous().flatten()
+    parts = weight_OK.contiguous().view(torch.uint8).view(outputs // TILE, TILE, inputs // GROUP, 2, 16)
+    return parts.permute(0, 2, 3, 1, 4).contiguous().flatten()
+
+
+@functools.cache
+def _kernels(plan: ChainPlan, device: int) -> dict[str, Function]:
+    """The four kernels of a plan: the layers of a model share them, and a GPU's instruction caches keep them."""
+    cubin, _ = compile_cubin("attention_chain.cu", plan.definitions())
+    shared = plan.shared()
+    return {
+        name: Function(cubin, f"{name}_project" if name != "attend" else name, shared[name])
+        for name in ("down", "up", "attend", "group")
+    }
 
 
 class AttentionChain:
-    """Weights packed on one GPU, and the buffers between the kernels."""
+    """Weights packed on one GPU, and the words through which the kernels exchange."""
 
     def __init__(self, plan: ChainPlan, weights: ChainWeights, eps: float = 1e-20) -> None:
         self.plan, self.eps, self.spin_limit = plan, eps, DEFAULT_SPIN_LIMIT
-        cubin, self.log = compile_cubin("attention_chain.cu", plan.definitions())
-        self._down = Function(cubin, "down_project", plan.product(plan.hidden, 8))
-        self._up = Function(cubin, "up_project", plan.product(plan.latent, 2))
-        self._attend = Function(cubin, "attend", 76_800)
-        self._group = Function(cubin, "group_project", plan.product(plan.group_inputs, 8))
+        device = weights.wq_a.device
+        self.kernels = _kernels(plan, device.index or 0)
         self._weights = [
             pack_product(torch.cat((weights.wq_a.view(torch.uint8), weights.wkv.view(torch.uint8)))),
             torch.cat((weights.wq_a_scale, weights.wkv_scale)).float().contiguous(),
@@ -151,12 +178,27 @@ class AttentionChain:
             pack_product(weights.wo_a), weights.wo_a_scale.float().contiguous(),
             weights.query_norm.contiguous(), weights.key_norm.contiguous(), weights.sinks.contiguous(),
         ]  # fmt: skip
-        device = weights.wq_a.device
-        self.latent = torch.zeros(MAX_ROWS, plan.latent + DIM, device=device)
-        self.query_RND = torch.zeros(MAX_ROWS, HEADS, DIM, dtype=torch.bfloat16, device=device)
-        self.mixed_RND = torch.zeros_like(self.query_RND)
+        sizes = ((plan.latent + DIM) * 2, HEADS * DIM * 2, HEADS * DIM, HEADS * DIM // GROUP * 4)
+        self.exchanged = [torch.empty(MAX_ROWS, size, dtype=torch.uint8, device=device) for size in sizes]
         self.out_RO = torch.zeros(MAX_ROWS, plan.groups * plan.group_outputs, dtype=torch.bfloat16, device=device)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        stamps = (STAMPED_KERNELS, STAMPED_BLOCKS, STAMPS_A_BLOCK) if plan.stamps else (1,)
+        self.stamps = torch.zeros(stamps, dtype=torch.int64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties all exchanged words: at the start, and after a step that missed its deadline."""
+        for words in self.exchanged:
+            words.fill_(255)
+        self.error.zero_()
+
+    def launches(self, rows: int) -> dict[str, int]:
+        """Blocks of each kernel, in order."""
+        plan = self.plan
+        return {
+            "down": (plan.latent + DIM) // TILE * CLUSTER, "up": HEADS * DIM // TILE, "attend": rows * BLOCKS_A_ROW,
+            "group": plan.groups * plan.group_outputs // TILE * CLUSTER,
+        }  # fmt: skip
 
     def run(self, inputs: ChainInputs, stream: int | None = None, *, early: bool = True) -> Tensor:
         """Grouped outputs [R, O] bfloat16, a view that the next run overwrites; the step's keys lie in the window.
@@ -164,30 +206,28 @@ class AttentionChain:
         Without `early` every kernel starts when the one before it has ended. Capturable in graphs.
         """
         stream = stream or torch.cuda.current_stream().cuda_stream
+        parameters, rows = self.parameters(inputs), len(inputs.x_RH)
+        for name, blocks in self.launches(rows).items():
+            self.kernels[name].launch_early(blocks, THREADS, parameters, stream, dependent=early)
+        return self.out_RO[:rows]
+
+    def parameters(self, inputs: ChainInputs) -> _Chain:
+        """What all kernels get. Raises ValueError where rows do not fit."""
         plan, rows = self.plan, len(inputs.x_RH)
         if not 1 <= rows <= MAX_ROWS or inputs.x_RH.shape[1] != plan.hidden or inputs.x_RH.dtype != torch.bfloat16:
             raise ValueError(
                 f"rows {tuple(inputs.x_RH.shape)} {inputs.x_RH.dtype}: at most 8 of {plan.hidden} bfloat16"
             )
-        parameters = _Chain(
+        return _Chain(
             inputs.x_RH.data_ptr(), *(tensor.data_ptr() for tensor in self._weights), inputs.angles_R2P.data_ptr(),
             inputs.window.data_ptr(), inputs.chosen.data_ptr(), inputs.window_RW.data_ptr(),
-            inputs.chosen_RC.data_ptr(), self.latent.data_ptr(), self.query_RND.data_ptr(), self.mixed_RND.data_ptr(),
-            self.out_RO.data_ptr(), self.error.data_ptr(), inputs.window.stride(0), inputs.chosen.stride(0),
+            inputs.chosen_RC.data_ptr(), *(words.data_ptr() for words in self.exchanged), self.out_RO.data_ptr(),
+            self.error.data_ptr(), self.stamps.data_ptr(), inputs.window.stride(0), inputs.chosen.stride(0),
             inputs.window_page_entries, inputs.chosen_page_entries, rows, self.eps, self.spin_limit,
         )  # fmt: skip
-        blocks = (
-            (self._down, (plan.latent + DIM) // 16),
-            (self._up, HEADS * DIM // 64),
-            (self._attend, rows * BLOCKS_A_ROW),
-            (self._group, plan.groups * plan.group_outputs // 16),
-        )
-        for function, count in blocks:
-            function.launch_early(count, THREADS, parameters, stream, dependent=early)
-        return self.out_RO[:rows]
 
     def check(self) -> None:
-        """Waits. Raises ChainDeadlineError where a copy never came."""
+        """Waits. Raises ChainDeadlineError where something never came."""
         if int(self.error[0]):
-            self.error.zero_()
-            raise ChainDeadlineError("a copy of weights did not arrive; the step is void")
+            self.reset()
+            raise ChainDeadlineError("weights or another kernel's words did not arrive; the step is void")
