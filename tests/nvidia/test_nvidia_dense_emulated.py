@@ -45,10 +45,11 @@ def build(
     """A ring of one or two units a warp: it comes round soon."""
     shape = SHAPES[name]
     plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2, alone=alone)
-    library = machine.build(plan.definitions(), folder, changes)
+    library = machine.build(machine.DENSE, plan.definitions(), folder, changes)
     monkeypatch.setattr(steps, "compile_cubin", lambda name, definitions: (b"", ""))
+    run, cluster = machine.Machine(library), BLOCKS // shape.kv_heads
     monkeypatch.setattr(
-        steps, "Function", lambda cubin, name, shared: machine.EmulatedFunction(library, shape.kv_heads, shared)
+        steps, "Function", lambda cubin, name, shared: machine.EmulatedFunction(run, 0, cluster, shared)
     )
     weights = reference.random_weights(shape, 3, "cpu")
     rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 7000, "cpu")

@@ -16,28 +16,27 @@ pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x8
 PLAN = ExpertsPlan(hidden=1024, inner=64, experts=32, top=2, multiprocessors=22)
 
 
-class EmulatedProducts:
-    """Stands in for `jit.Function`."""
+class EmulatedProducts(machine.EmulatedFunction):
+    """Runs at once, and only the products."""
 
-    def __init__(self, library: Path, name: str, shared_bytes: int) -> None:
-        self.library = ctypes.CDLL(str(library))
-        self.library.emu_run.restype = ctypes.c_bool
-        self.name, self.shared, self.seed = name, shared_bytes, 0
+    def __init__(self, kernels: machine.Machine, name: str, shared_bytes: int) -> None:
+        super().__init__(kernels, 0, 1, shared_bytes)
+        self.name = name
 
     def launch_early(
         self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
     ) -> None:
         assert self.name == "experts_products"
-        self.seed += 1
-        assert self.library.emu_run(ctypes.byref(parameters), blocks, threads, 1, self.shared, self.seed)
+        super().launch_early(blocks, threads, parameters, stream)
+        self.machine.finish(threads)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["chosen by the kernel", "given"])
 def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(4)
-    library = machine.build(PLAN.definitions(), tmp_path, kernel=("experts.cu", "experts_products"))
+    kernels = machine.Machine(machine.build(machine.EXPERTS, PLAN.definitions(), tmp_path))
     monkeypatch.setattr(experts, "compile_cubin", lambda name, definitions: (b"", ""))
-    monkeypatch.setattr(experts, "Function", lambda cubin, name, shared: EmulatedProducts(library, name, shared))
+    monkeypatch.setattr(experts, "Function", lambda cubin, name, shared: EmulatedProducts(kernels, name, shared))
     weights = experts_reference.random_experts(PLAN.experts, PLAN.hidden, PLAN.inner, "cpu")
     gate = (torch.randn(PLAN.experts, PLAN.hidden) / PLAN.hidden**0.5).bfloat16()
     mixture = experts.RoutedExperts(PLAN, gate, torch.randn(PLAN.experts) * 0.1, weights)

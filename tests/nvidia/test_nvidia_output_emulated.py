@@ -18,28 +18,27 @@ pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x8
 PLAN = OutputPlan(hidden=512, inputs=1024, ranks=2, blocks=5)
 
 
-class EmulatedKernel:
-    """Stands in for `jit.Function`."""
+class EmulatedKernel(machine.EmulatedFunction):
+    """Runs at once, and only what publishes."""
 
-    def __init__(self, library: Path, name: str, shared_bytes: int) -> None:
-        self.library = ctypes.CDLL(str(library))
-        self.library.emu_run.restype = ctypes.c_bool
-        self.name, self.shared, self.seed = name, shared_bytes, 0
+    def __init__(self, kernels: machine.Machine, name: str, shared_bytes: int) -> None:
+        super().__init__(kernels, 0, 1, shared_bytes)
+        self.name = name
 
     def launch_early(
         self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
     ) -> None:
         if self.name == "output_project":
-            self.seed += 1
-            assert self.library.emu_run(ctypes.byref(parameters), blocks, threads, 1, self.shared, self.seed)
+            super().launch_early(blocks, threads, parameters, stream)
+            self.machine.finish(threads)
 
 
 def test_every_rank_gets_every_tile_with_the_steps_tag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    library = machine.build(PLAN.definitions(), tmp_path, kernel=("output_projection.cu", "output_project"))
+    kernels = machine.Machine(machine.build(machine.OUTPUT, PLAN.definitions(), tmp_path))
     monkeypatch.setattr(output_projection, "compile_cubin", lambda name, definitions: (b"", ""))
     monkeypatch.setattr(
-        output_projection, "Function", lambda cubin, name, shared: EmulatedKernel(library, name, shared)
+        output_projection, "Function", lambda cubin, name, shared: EmulatedKernel(kernels, name, shared)
     )
     inboxes = [torch.zeros(2, PLAN.ranks, MAX_ROWS, PLAN.hidden // 2, 2, dtype=torch.int32) for _ in range(PLAN.ranks)]
     errors = [torch.zeros(1, dtype=torch.int32) for _ in range(PLAN.ranks)]

@@ -1,4 +1,4 @@
-"""A kernel's own sources on a CPU: compiled by g++ with the emulated instructions in `ptx.cuh` beside this."""
+"""Kernels' own sources on a CPU: compiled by g++ with the emulated instructions in the headers beside this."""
 
 from __future__ import annotations
 
@@ -9,12 +9,28 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowlat_nvidia import jit
-from lowlat_nvidia.dense import plan as plans
 
 HERE = Path(__file__).parent
+EMULATED = ("ptx.cuh", "system.cuh", "tensor.cuh")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, the type of its kernels' parameter, and their names."""
+
+    file: str
+    parameters: str
+    kernels: tuple[str, ...]
+
+
+DENSE = Source("dense_step.cu", "Params", ("dense_step",))
+EXPERTS = Source("experts.cu", "Params", ("experts_products",))
+OUTPUT = Source("output_projection.cu", "Params", ("output_project",))
+CHAIN = Source("attention_chain.cu", "Chain", ("down_project", "up_project", "attend", "group_project"))
 
 
 def available() -> bool:
@@ -22,22 +38,21 @@ def available() -> bool:
 
 
 def build(
+    code: Source,
     definitions: Mapping[str, int],
     folder: Path,
     changes: Mapping[str, tuple[str, str]] | None = None,
-    kernel: tuple[str, str] = ("dense_step.cu", "dense_step"),
 ) -> Path:
-    """A shared library of the kernel (source file, name) with macros defined. `changes` replaces one text in a source,
-    by file name."""
-    texts = {name: text for name, text in jit.sources().items() if name != "ptx.cuh"}
+    """A shared library of kernels with macros defined. `changes` replaces one text in a source, by file name."""
+    texts = {name: text for name, text in jit.sources().items() if name not in EMULATED}
     for name, (old, new) in (changes or {}).items():
         if texts[name].count(old) != 1:
             raise AssertionError(f"{old!r} is not once in {name}")
         texts[name] = texts[name].replace(old, new)
-    for name in ("ptx.cuh", "system.cuh", "machine.cpp"):
+    for name in (*EMULATED, "machine.cpp"):
         texts[name] = (HERE / name).read_text()
     options = [f"-D{key}={value}" for key, value in sorted(definitions.items())]
-    options += [f'-DSOURCE="{kernel[0]}"', f"-DKERNEL={kernel[1]}"]
+    options += [f'-DSOURCE="{code.file}"', f"-DPARAMETERS={code.parameters}", f"-DKERNELS={','.join(code.kernels)}"]
     digest = hashlib.sha256(repr((sorted(texts.items()), options)).encode()).hexdigest()[:16]
     target = folder / f"step-{digest}.so"
     if target.exists():
@@ -62,20 +77,53 @@ def build(
     return target
 
 
+class Request(ctypes.Structure):
+    """One launch."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("kernel", "blocks", "cluster", "shared_bytes")),
+        ("parameters", ctypes.c_void_p),
+    )
+
+
+class Machine:
+    """Runs launches. Those of `launch_early` may overlap: they are kept until `finish`."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.emu_run.restype = ctypes.c_bool
+        self.seed = 1
+        self.requests: list[Request] = []
+        self.kept: list[ctypes.Structure] = []
+
+    def finish(self, threads: int) -> None:
+        requests, self.requests, self.seed = self.requests, [], self.seed + 1
+        array = (Request * len(requests))(*requests)
+        ended = self.library.emu_run(array, len(requests), threads, self.seed)
+        self.kept.clear()
+        if not ended:
+            raise RuntimeError("the emulated launches do not end")
+
+
 class EmulatedFunction:
     """Stands in for `jit.Function`."""
 
-    def __init__(self, library: Path, kv_heads: int, shared_bytes: int) -> None:
-        self.library = ctypes.CDLL(str(library))
-        self.library.emu_run.restype = ctypes.c_bool
-        self.kv_heads, self.shared = kv_heads, shared_bytes
-        self.seed = 1
+    def __init__(self, machine: Machine, which: int, cluster: int, shared_bytes: int) -> None:
+        self.machine, self.which, self.cluster, self.shared = machine, which, cluster, shared_bytes
 
     def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:
-        self.seed += 1
-        cluster = plans.BLOCKS // self.kv_heads
-        if not self.library.emu_run(ctypes.byref(parameters), blocks, threads, cluster, self.shared, self.seed):
-            raise RuntimeError("the emulated step does not end")
+        self.launch_early(blocks, threads, parameters, stream)
+        self.machine.finish(threads)
+
+    def launch_early(
+        self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
+    ) -> None:
+        if not dependent and self.machine.requests:
+            self.machine.finish(threads)
+        self.machine.kept.append(parameters)
+        self.machine.requests.append(
+            Request(self.which, blocks, self.cluster, self.shared, ctypes.addressof(parameters))
+        )
 
     @staticmethod
     def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:

@@ -47,14 +47,17 @@ struct Meeting {
   int arrived = 0;
   std::vector<Fiber*> waiting;
 };
+struct Launch;
 struct Block {
-  u8* memory;
+  u8* memory = nullptr;
   Meeting all, compute, named[16];
-  Meeting* cluster;
+  Meeting* cluster = nullptr;
+  int place = 0, grid = 0, blocks_a_cluster = 1;  // among the blocks of its launch
+  Launch* launch = nullptr;
 };
 struct Fiber {
   void* stack_pointer;
-  int thread, block, lane;
+  int thread, block, lane, cluster_waits = 0;
   Warp* warp;
   Block* home;
   bool done = false;
@@ -62,23 +65,24 @@ struct Fiber {
 struct Index { int x; };
 extern Fiber* emu_now;
 extern std::vector<Block> emu_blocks;
-extern int emu_cluster, emu_threads;
+extern int emu_threads;
 extern u32 emu_random_state;
 extern bool emu_misused;  // a barrier was told of too many arrivals
 #define threadIdx (Index{emu_now->thread})
-#define blockIdx (Index{emu_now->block})
-#define gridDim (Index{(int)emu_blocks.size()})
+#define blockIdx (Index{emu_now->home->place})
+#define gridDim (Index{emu_now->home->grid})
 
 u32 emu_random();
 void emu_park();                 // another fiber runs; somebody wakes this one
 void emu_yield();                // another fiber runs; this one stays ready
+void emu_poll();                 // the same; where several launches overlap, all others that are ready run first
 void emu_wake(Fiber* f);
 struct Later { int kind; u64 to; uint4 value; int bytes; const u8* from; u32 barrier; int block; };
 void emu_later(const Later& later);
 
 DEV u8* emu_resolve(u32 address, int block) {
   const int rank = address >> 24;
-  if (rank) block = block / emu_cluster * emu_cluster + rank - 1;
+  if (rank) block += rank - 1 - emu_blocks[block].place % emu_blocks[block].blocks_a_cluster;
   return emu_blocks[block].memory + (address & 0xffffffu);
 }
 DEV u8* emu_resolve(u32 address) { return emu_resolve(address, emu_now->block); }
@@ -123,7 +127,7 @@ DEV void named_arrive(int number, int threads) {
   m.waiting.clear();
 }
 DEV void block_sync() { emu_meet(emu_now->home->compute, 256); }
-DEV void cluster_sync() { emu_meet(*emu_now->home->cluster, emu_threads * emu_cluster); }
+DEV void cluster_sync() { emu_meet(*emu_now->home->cluster, emu_threads * emu_now->home->blocks_a_cluster); }
 DEV u64 emu_shuffle(u64 x, int from) {
   u64 (*all)[4];
   emu_meet_warp(&x, 1, &all);
@@ -285,8 +289,8 @@ DEV uint4 load_transposed(u32 address) {
   }
   return {v[0], v[1], v[2], v[3]};
 }
-DEV uint4 load_exchange(const void* p) { emu_yield(); return *(const uint4*)p; }
-DEV u32 load_exchange_word(const void* p) { emu_yield(); return *(volatile const u32*)p; }
+DEV uint4 load_exchange(const void* p) { emu_poll(); return *(const uint4*)p; }
+DEV u32 load_exchange_word(const void* p) { emu_poll(); return *(volatile const u32*)p; }
 DEV void store_shared(u32 address, uint4 v) { memcpy(emu_resolve(address), &v, 16); }
 DEV long long nanoseconds_now() { return 0; }
 DEV void store_exchange(void* p, u32 v, u32 w) { emu_later({2, (u64)p, {v, w, 0, 0}, 8, nullptr, 0, 0}); }
@@ -363,9 +367,13 @@ DEV u32 order_key(float x) {
   const u32 bits = __float_as_uint(x);
   return x != x ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-DEV void wait_for_earlier_kernel() {}
-DEV void let_next_kernel_start() {}
+void wait_for_earlier_kernel();
+void let_next_kernel_start();
+// Clusters; no kernel that runs here mixes these with cluster_sync.
+DEV void cluster_arrive() { emu_now->home->cluster->arrived++; }
+DEV void cluster_wait() {  // nobody arrives for the second time before all have for the first
+  const int all = ++emu_now->cluster_waits * emu_threads * emu_now->home->blocks_a_cluster;
+  while (emu_now->home->cluster->arrived < all) emu_yield();
+}
 // Kernels with static shared memory are not run here, only compiled.
-DEV void cluster_arrive() {}
-DEV void cluster_wait() { cluster_sync(); }
 DEV void store_in_cluster(float*, u32, float) { abort(); }

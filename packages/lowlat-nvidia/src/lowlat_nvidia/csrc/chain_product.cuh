@@ -25,7 +25,7 @@ struct Product {
   };
 
   // Starts the copies of this block's weights and scales: before anything is waited for.
-  static DEV void start(Shared& s, int tile, int part, const u8* weights, const float* scales) {
+  static DEV_MEMBER void start(Shared& s, int tile, int part, const u8* weights, const float* scales) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2 * BATCHES; i++) barrier_init(shared_address(&s.loaded[i]), 1);
       barrier_init(shared_address(&s.joined), 1);
@@ -46,14 +46,14 @@ struct Product {
     if (BLOCKS > 1) cluster_here();
   }
   // Eight neighbouring inputs of a row; the four lanes of a group call it together.
-  static DEV void put(Shared& s, int row, int chunk, const float (&v)[8]) {
+  static DEV_MEMBER void put(Shared& s, int row, int chunk, const float (&v)[8]) {
     const u32 power = group_power(group_largest(v));
     *(uint2*)(s.rows + chunk / 4 * ROWS_BYTES + chunk / 2 % 2 * 128 + row * 16 + chunk % 2 * 8) =
         make_uint2(rounded_fp8(v[0], v[1], v[2], v[3], power), rounded_fp8(v[4], v[5], v[6], v[7], power));
     if (chunk % 4 == 0) s.row_scales[chunk / 4][row] = power_value(power);
   }
   // This thread's sums over its half of the inputs: outputs 16 w + g and 8 more, rows 2q and 2q + 1 (w: warp of four).
-  static DEV void multiply(const Chain& p, Shared& s, float (&sum)[4]) {
+  static DEV_MEMBER void multiply(const Chain& p, Shared& s, float (&sum)[4]) {
     const int thread = threadIdx.x, warp = thread / 32 % 4, q = thread % 4;
     const int half = __shfl_sync(~0u, thread / 128, 0);  // in a uniform register, as operands are
     const u64 a = operand(shared_address(s.weights + half * EACH * GROUP_BYTES), 1024);
@@ -91,7 +91,7 @@ struct Product {
   }
   // All sums of a block's tile meet: store(row, output, pair) gets two neighbouring outputs.
   template <class Store>
-  static DEV void join(Shared& s, const float (&sum)[4], Store store) {
+  static DEV_MEMBER void join(Shared& s, const float (&sum)[4], Store store) {
     static_assert(BLOCKS == 1, "alone");
     const int thread = threadIdx.x, half = thread / 128, warp = thread / 32 % 4, g = thread % 32 / 4, q = thread % 4;
     float* to = s.parts[half] + q * 2 * (TILE + 4) + warp * 16 + g;
@@ -104,7 +104,7 @@ struct Product {
   }
   // The same over a cluster: block b gets outputs 16b .. 16b + 15 of all, which are its warps' b.
   template <class Store>
-  static DEV void join_cluster(const Chain& p, Shared& s, u32 rank, const float (&sum)[4], Store store) {
+  static DEV_MEMBER void join_cluster(const Chain& p, Shared& s, u32 rank, const float (&sum)[4], Store store) {
     static_assert(BLOCKS == 4 && OWN == 16, "four");
     const int thread = threadIdx.x, half = thread / 128, warp = thread / 32 % 4, g = thread % 32 / 4, q = thread % 4;
     const u32 to = address_in_block(shared_address(s.parts[rank * 2 + half] + g * MAX_ROWS + q * 2), warp);
