@@ -95,9 +95,9 @@ DEV void prefetch_unit(const Params& p, const Shared& s, const Cursor& at, int l
 // What a copying warp does: every fourth unit, as its place in the ring becomes empty.
 DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   const int layer_units = s.control.first_unit[p.rows], end = runs(p, 2) && layer_units ? end_layer(p) : 0;
-  // Copies for a layer wait for the stage before it that streams most weights, where no other block is waited for: what blocks
-  // exchange after attention would queue behind them. They may be two layers ahead where the ring holds as many.
-  const int lead = !PACED || PLAIN_COPIES ? LAYERS + 2 : 2 * layer_units <= UNITS ? 2 : 1;
+  // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
+  // other block is waited for. They are two layers ahead. (Where the ring holds no two layers, waiting costs more than it saves.)
+  const int lead = PACED && !PLAIN_COPIES && p.rows == 1 && 2 * layer_units <= UNITS ? 2 : LAYERS + 2;
   const bool short_rows = AHEAD > 0 && layer_units <= AHEAD + UNITS;
   const u64 policy = read_once_policy();
   Cursor at = {first_layer(p), 0, 0, 0};

@@ -143,8 +143,8 @@ class DensePlan:
 
     There is room for `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits); `ahead`
     units come into the L2 before there is room for them, where contexts are short. What all blocks read is published
-    `copies` times when rows are few. Idle warps that copy sleep `idle_ns`; with `paced`, copies for a layer wait for
-    the stage before it that streams most. `plain_copies` is for tools that watch every access, `alone` runs stages one
+    `copies` times when rows are few. Idle warps that copy sleep `idle_ns`; with `paced`, one row's copies wait for
+    a stage that streams most. `plain_copies` is for tools that watch every access, `alone` runs stages one
     by one (`dense.alone`).
 
     Of steps of one row: a warp asks for `under_way` pages of weights at once; with `early` a stage's first pages are in
