@@ -241,6 +241,11 @@ def test_the_readme_has_a_line_for_each_workload_of_each_run(tmp_path):
         assert f'<a id="{anchor}">' in report.full_report([(tmp_path, one), (tmp_path, two)])
 
 
+def test_a_line_is_named_even_where_run_and_workload_are_one(tmp_path):
+    one = result(row("general", 1000.0, workload="region"), name="region")
+    assert "| [region, context 1,024](" in readme.performance_block([(tmp_path, one)])
+
+
 def test_rows_of_one_shape_are_all_shown():
     text = report.metric_table([row("general", 1000.0), row("general", 2000.0), row("other", 3000.0)])
     assert all(value in text for value in ("1000", "2000", "3000"))
