@@ -91,8 +91,8 @@ class DenseKernel(Kernel):
     def numerics(self) -> Numerics:
         """Bounds of the distance from the general path, which is mostly that path's own distance from float32.
 
-        That grows with the layers where weights are random: found between the two were at most 1.0e-2, 1.1e-2, 3.3e-2 and
-        6.1e-2 for logits of 2, 3, 16 and 36 layers (docs/kernels/dense.md). These bounds are up to 1.4 times that.
+        That grows with the layers where weights are random: found between the two were at most 1.0e-2, 1.1e-2, 3.3e-2
+        and 6.1e-2 for logits of 2, 3, 16 and 36 layers (docs/kernels/dense.md). These bounds are up to 1.4 times that.
         """
         assert self._step is not None, "numerics follow build"
         layers, bounds = self._step.plan.shape.layers, self.spec.numerics.bounds

@@ -58,8 +58,8 @@ def _label(result: Result, row: Row) -> str:
     extra = [f"tp {row.tp}"] * (row.tp > 1) + [f"{row.draft} guesses"] * bool(row.draft)
     context = [f"context {row.context:,}"] * bool(row.context)
     name = re.sub(rf"[-:]?{re.escape(row.workload)}(-random)?$", "", result.name)
-    words = ", ".join([row.workload, *extra, *context])
-    return f"[{name}: {words}]({PAGE}#{result_anchor(result)})" if name else f"[{words}]({PAGE}#{result_anchor(result)})"
+    title = f"{name}: " if name else ""
+    return f"[{title}{', '.join([row.workload, *extra, *context])}]({PAGE}#{result_anchor(result)})"
 
 
 def _machine(result: Result) -> str:
