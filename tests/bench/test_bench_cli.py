@@ -114,6 +114,7 @@ def test_serve_and_replay_against_the_scripted_server(scripted, tmp_path):
         (("report", "--results", "/nonexistent"), "no folder"),
         (("ab", "--preset", "magic"), "--preset"),
         (("ab", "--users", "none"), "--users"),
+        (("ab", "--users", "1"), "--kernels NAME"),
         (("make-model", "tiny", "."), "not empty"),
     ],
 )

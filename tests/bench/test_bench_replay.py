@@ -171,6 +171,14 @@ def test_lanes_enter_mid_run_after_one_priming_request(scripted):
     assert all(record.cached_tokens > 32 for record in first_measured)
 
 
+def test_lanes_enter_within_the_turns_that_are_played(scripted):
+    server = scripted("--ttft-ms", 1, "--itl-ms", 1)
+    turns = [Turn(output_tokens=4, input_tokens=8 * (i + 1), block_ids=tuple(range(i + 1))) for i in range(10)]
+    agents = [Agent(id=f"r{i}", turns=turns, block_tokens=8) for i in range(2)]
+    outcome = play(server.url, agents, concurrency=2, start=(0.5, 0.6), max_turns=4)
+    assert {record.name for record in outcome.records} == {"r0#2", "r0#3", "r1#2", "r1#3"}
+
+
 def test_requests_beyond_the_context_are_skipped_and_counted(scripted):
     server = scripted("--ttft-ms", 1, "--itl-ms", 1, "--max-context", 60)
     sizes = (16, 400, 24, 80)

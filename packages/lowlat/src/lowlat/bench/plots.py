@@ -133,7 +133,10 @@ def user_against_total(result: Result, folder: pathlib.Path) -> list[pathlib.Pat
 
 
 def draw_all(results: Sequence[Result], folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """Every plot that the results have points for; returns the files written. Raises ImportError without matplotlib."""
+    """Every plot that the results have points for (two or more on a line); returns the files written, maybe none.
+
+    Raises ImportError without matplotlib.
+    """
     place = pathlib.Path(folder)
     written: list[pathlib.Path] = []
     for result in results:

@@ -22,8 +22,8 @@ TABLES = ("step_us", "tokens_per_s_user")
 ARMS = {
     "general": "general path",
     "kernels": "kernel library",
-    "torch-compile": "torch.compile, graph",
-    "torch-eager-graph": "PyTorch, graph",
+    "torch-compile": "torch.compile",
+    "torch-eager-graph": "PyTorch, eager",
     "transformers": "transformers",
     "read-floor": "bytes / read ceiling",
 }
@@ -55,7 +55,8 @@ def cell(rows: Sequence[Row]) -> str:
 
 
 def _label(result: Result, row: Row) -> str:
-    extra = [f"tp {row.tp}"] * (row.tp > 1) + [f"{row.draft} guesses"] * bool(row.draft)
+    several = any(other.tp != row.tp for other in result.rows)
+    extra = [f"tp {row.tp}"] * (row.tp > 1 or several) + [f"{row.draft} guesses"] * bool(row.draft)
     context = [f"context {row.context:,}"] * bool(row.context)
     name = re.sub(rf"[-:]?{re.escape(row.workload)}(-random)?$", "", result.name)
     title = f"{name}: " if name else ""

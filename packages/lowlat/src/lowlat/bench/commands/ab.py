@@ -103,7 +103,11 @@ def ab(
         acceptance = acceptance or any(word.startswith("--spec-simulate-acceptance") for word in extra)
         counts = numbers(users or ("1,2,4,8" if preset == "8k1k" else "1,4,8"), "--users")
         loads = _loads(preset, counts, path, input_tokens, output_tokens, requests, time_scale, max_turns)
-        name = arm or kernels or "lowlat-nvidia"
+        name = arm or kernels
+        if name is None:
+            raise ValueError(
+                "say which library low-latency mode uses: --kernels NAME (`lowlat plugins list` names them)"
+            )
         on = ("--low-latency", "require", "--kernels", kernels) if kernels else ("--low-latency", "auto")
         shared = ("--model", model, *extra)
         sides = measure.Sides(shared=shared, on=on, on_arm=name, one_at_a_time=one_at_a_time, together=together)

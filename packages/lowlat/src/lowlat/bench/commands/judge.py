@@ -148,7 +148,10 @@ def report(
         if plots is not None:
             from lowlat.bench.plots import draw_all
 
-            for path in draw_all(newest(found), plots):
+            drawn = draw_all(newest(found), plots)
+            for path in drawn:
                 print(path)
+            if not drawn:
+                print("nothing to draw: a line needs results of two rows, contexts or users", file=sys.stderr)
         if not (check or readme or output or plots):
             print(full_report(found))

@@ -346,6 +346,10 @@ def replay(
             outcome = asyncio.run(_run_replay(url, api_key, timeout, options, agents))
             end_progress()
             skipped = f"{outcome.beyond_context} beyond the context, {outcome.empty} without text"
+            if not outcome.records:
+                raise ValueError(
+                    f"no request was sent: of {outcome.runs} runs {skipped}; see --max-context, --max-turns"
+                )
             print(
                 f"{outcome.runs} runs; left out: {skipped}. {_describe(summarize(outcome.records, targets))}",
                 file=sys.stderr,

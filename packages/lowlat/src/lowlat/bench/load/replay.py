@@ -90,7 +90,8 @@ class Replay:
             if agent is None:
                 break
             low, high = self.options.start
-            lanes.append((lane, agent, int(draw.uniform(low, high) * len(agent.turns))))
+            played = len(agent.turns[: self.options.max_turns])
+            lanes.append((lane, agent, int(draw.uniform(low, high) * played)))
         await asyncio.gather(*(self._prime(lane, agent, first) for lane, agent, first in lanes if first > 0))
         if self.options.duration_s is not None:
             self._deadline = time.perf_counter() + self.options.duration_s
