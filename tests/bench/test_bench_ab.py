@@ -188,7 +188,9 @@ def test_a_forced_acceptance_is_said_in_the_result(serve_args, flag, simulated, 
     monkeypatch.setattr(ab, "run_ab", run)
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    command.ab(serve_args=serve_args, acceptance=flag, weights="random", save=True, results=tmp_path)
+    command.ab(
+        serve_args=serve_args, acceptance=flag, kernels="lowlat-cpu", weights="random", save=True, results=tmp_path
+    )
     (path,) = tmp_path.glob("*.json")
     result = load_result(path)
     assert (result.simulated.acceptance, result.simulated.weights) == (simulated, True)

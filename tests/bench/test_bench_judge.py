@@ -204,6 +204,52 @@ def test_every_metric_has_a_title():
     assert set(report.UNITS) == METRICS
 
 
+def test_nothing_is_judged_across_simulations_or_machines_or_from_single_samples():
+    def speed(value, **fields):
+        return row("general", value, metric="tokens_per_s_user", **fields)
+
+    simulated = msgspec.structs.replace(result(speed(200.0)), simulated=Simulated(weights=True, acceptance=True))
+    elsewhere = result(speed(200.0), machine=msgspec.structs.replace(machine(), gpu="another"))
+    for before, after, verdict in (
+        (result(speed(100.0)), result(speed(200.0)), "better"),
+        (result(speed(100.0)), simulated, "no verdict"),
+        (result(speed(100.0)), elsewhere, "no verdict"),
+        (result(speed(100.0, samples=1)), result(speed(200.0)), "no verdict"),
+    ):
+        assert verdicts(before, after)["general", "tokens_per_s_user"].verdict == verdict
+
+
+def test_a_growing_result_is_whole_where_writing_fails(tmp_path, monkeypatch):
+    from lowlat.bench import results
+
+    kept = save(result(row("general", 1.0)), tmp_path)
+    assert save(result(row("general", 2.0)), tmp_path, over=kept) == kept
+    assert results.load(kept).rows[0].median == 2.0
+
+    def full(self, text):
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    for over in (kept, None):
+        with pytest.raises(OSError, match="no space"):
+            save(result(row("general", 3.0)), tmp_path, over=over)
+    assert [path.name for path in tmp_path.iterdir()] == [kept.name]
+    assert results.load(kept).rows[0].median == 2.0
+
+
+def test_impossible_values_are_refused(tmp_path):
+    from lowlat.bench.results import ResultError
+
+    for bad in (
+        row("general", 1.0, metric="tokens_per_s_user", concurrency=-1),
+        row("general", 0.0),
+        row("general", -5.0, metric="goodput", spread=-0.1),
+        row("general", 1.0, ceiling_fraction=-1.0, bytes=5),
+    ):
+        with pytest.raises(ResultError, match="impossible"):
+            save(result(bad), tmp_path)
+
+
 def test_newest_result_of_a_name_and_machine_wins(tmp_path):
     old = save(result(row("general", 2.0), date="2026-11-01T00:00:00Z"), tmp_path)
     new = save(result(row("general", 1.0)), tmp_path)

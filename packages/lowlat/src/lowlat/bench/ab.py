@@ -10,7 +10,6 @@ import contextlib
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -21,7 +20,7 @@ from lowlat.bench.load.records import Record
 from lowlat.bench.load.replay import Replay, ReplayOptions
 from lowlat.bench.load.serve import ServeOptions, plan_lengths, run_serve
 from lowlat.bench.load.traces import Agent
-from lowlat.bench.local_server import SERVE, LocalServer, ended_by_sigterm, local_server
+from lowlat.bench.local_server import SERVE, LocalServer, local_server, local_servers
 from lowlat.bench.results import Row, row_from_interval, row_from_samples
 from lowlat.bench.stats import ratio_interval
 
@@ -126,23 +125,14 @@ def _servers(sides: Sides) -> Iterator[Callable[[bool], contextlib.AbstractConte
         return
     with contextlib.ExitStack() as stack:
         if sides.together:
-            off, on_server = _both(stack, [arguments(False), arguments(True)], sides.command)
+            off, on_server = stack.enter_context(
+                local_servers([arguments(False), arguments(True)], command=sides.command)
+            )
         else:
             off, on_server = (
                 stack.enter_context(local_server(arguments(on), command=sides.command)) for on in (False, True)
             )
         yield lambda on: contextlib.nullcontext(on_server if on else off)
-
-
-def _both(
-    stack: contextlib.ExitStack, arguments: Sequence[Sequence[str]], command: Sequence[str]
-) -> tuple[LocalServer, ...]:
-    """Start servers side by side; where one does not start, the others are ended too."""
-    stack.enter_context(ended_by_sigterm())
-    with ThreadPoolExecutor(len(arguments)) as threads:
-        starting = [local_server(each, command=command) for each in arguments]
-        found = [threads.submit(stack.enter_context, server) for server in starting]
-    return tuple(server.result() for server in found)
 
 
 def run_ab(

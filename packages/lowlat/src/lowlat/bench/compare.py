@@ -49,7 +49,8 @@ def compare(a: Result, b: Result, *, threshold: float = 0.02) -> list[Change]:
 
     Where both measured a reference arm of the same shape, ratios are of value over reference, so that drift between the
     runs cancels. The interval of a ratio joins the intervals of its values as independent errors. A verdict is given
-    where the interval excludes 1 and the change exceeds `threshold`; times from different machines get none.
+    where the interval excludes 1 and the change exceeds `threshold`; what was measured on different machines, or with
+    simulated weights or acceptance in one of them, gets none.
     """
     first, second = _index(a), _index(b)
     changes = []
@@ -69,10 +70,15 @@ def compare(a: Result, b: Result, *, threshold: float = 0.02) -> list[Change]:
         spread = math.sqrt(squares)
         low, high = (ratio * math.exp(-spread), ratio * math.exp(spread)) if spread < 50 else (0.0, math.inf)
         verdict, reason = _verdict(metric, ratio, low, high, threshold)
-        if metric in TIMES and not _same_machine(a, b):
+        counted = metric == "host_instructions_per_step"
+        if a.simulated != b.simulated:
+            verdict, reason = "no verdict", "weights or acceptance are simulated in one of them"
+        elif not counted and not _same_machine(a, b):
             verdict, reason = "no verdict", "different machines"
         elif metric in TIMES and (row.samples < 5 or other.samples < 5):
             verdict, reason = "no verdict", "fewer than 5 samples"
+        elif verdict != "same" and not counted and min(row.samples, other.samples) < 2:
+            verdict, reason = "no verdict", "a single sample has no interval"
         changes.append(
             Change(
                 shape=shape, arm=arm, metric=metric, a=row.median, b=other.median, ratio=ratio, low=low, high=high,

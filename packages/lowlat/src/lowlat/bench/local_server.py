@@ -73,13 +73,24 @@ def local_server(
     `command` may name another server that takes `--port`. Raises ServerStartError where it ends early or is not ready
     within `start_s` seconds.
     """
-    with ended_by_sigterm():
-        yield from _run(arguments, start_s, command)
+    with local_servers([arguments], start_s=start_s, command=command) as (server,):
+        yield server
 
 
 @contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind this process as Ctrl-C does: otherwise it would end without ending the server."""
+def local_servers(
+    arguments: Sequence[Sequence[str]], *, start_s: float = 900.0, command: Sequence[str] = SERVE
+) -> Iterator[list[LocalServer]]:
+    """The same for several servers that start side by side; all end with the block, also where one does not start."""
+    with ended_by_signals(), contextlib.ExitStack() as stack:
+        starting = [stack.enter_context(_started(each, command)) for each in arguments]
+        yield [server.ready(start_s) for server in starting]
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP of a terminal that closes, unwind this process as Ctrl-C does: otherwise it would end
+    without ending the server."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -87,32 +98,47 @@ def ended_by_sigterm() -> Iterator[None]:
     def unwind(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, unwind)
+    numbers = [signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+    before = [(number, signal.signal(number, unwind)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
-def _run(arguments: Sequence[str], start_s: float, command: Sequence[str]) -> Iterator[LocalServer]:
+class _Starting:
+    """A server whose process runs and that may not answer yet."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: pathlib.Path) -> None:
+        self.url = url
+        self.process = process
+        self.log = log
+        self.began = time.monotonic()
+
+    def ready(self, start_s: float) -> LocalServer:
+        """Wait until it answers."""
+        while not _answers(self.url):
+            if self.process.poll() is not None:
+                raise ServerStartError(f"the server ended with code {self.process.returncode}:\n{_tail(self.log)}")
+            if time.monotonic() - self.began > start_s:
+                raise ServerStartError(f"the server was not ready within {start_s:g} s:\n{_tail(self.log)}")
+            time.sleep(0.1)
+        return LocalServer(self.url, self.process, self.log, time.monotonic() - self.began)
+
+
+@contextlib.contextmanager
+def _started(arguments: Sequence[str], command: Sequence[str]) -> Iterator[_Starting]:
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="lowlat-bench-") as folder:
         log = pathlib.Path(folder) / "server.log"
-        started = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, *arguments, "--port", str(port)], stdout=output, stderr=output, stdin=subprocess.DEVNULL,
                 env=os.environ.copy(), start_new_session=True,
             )  # fmt: skip
         try:
-            while not _answers(url):
-                if process.poll() is not None:
-                    raise ServerStartError(f"the server ended with code {process.returncode}:\n{_tail(log)}")
-                if time.monotonic() - started > start_s:
-                    raise ServerStartError(f"the server was not ready within {start_s:g} s:\n{_tail(log)}")
-                time.sleep(0.1)
-            yield LocalServer(url, process, log, time.monotonic() - started)
+            yield _Starting(f"http://127.0.0.1:{port}", process, log)
         finally:
             _end(process)
 

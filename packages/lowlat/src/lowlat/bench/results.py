@@ -196,6 +196,12 @@ def _row_problems(row: Row, where: str) -> list[Problem]:
         refuse("not-finite", "median, low and high must be finite numbers")
     elif not row.low <= row.median <= row.high:
         refuse("interval-disordered", f"low {row.low} <= median {row.median} <= high {row.high} does not hold")
+    elif row.median < 0 or (row.metric in TIMES and row.median == 0):
+        refuse("impossible-value", f"a {row.metric} of {row.median}")
+    if min(row.tp, row.rows, row.concurrency) < 0 or row.context < 0 or (row.bytes or 0) < 0:
+        refuse("impossible-shape", "tp, rows, concurrency, context and bytes are counts")
+    if row.ceiling_fraction is not None and row.ceiling_fraction < 0:
+        refuse("impossible-value", f"{row.ceiling_fraction} of the read ceiling")
     if row.samples < 1:
         refuse("no-samples", "a value without samples was not measured")
     if row.metric in ("step_us", "layer_us", "region_us") and not row.dtype:
@@ -269,25 +275,45 @@ def default_directory() -> pathlib.Path:
     return (repository_root() or pathlib.Path.cwd()) / "benchmarks" / "results"
 
 
-def save(result: Result, directory: str | pathlib.Path | None = None) -> pathlib.Path:
+def save(
+    result: Result, directory: str | pathlib.Path | None = None, *, over: pathlib.Path | None = None
+) -> pathlib.Path:
     """Check `result` and write it into `directory` (default: benchmarks/results); returns the path.
 
-    Never overwrites: a second run of a day gets `-2` before `.json`. Raises ResultError where it may not be quoted.
+    Never overwrites: a second run of a day gets `-2` before `.json`. `over`: an earlier state of this result, whose
+    place it takes; that stays whole where writing fails. Raises ResultError where it may not be quoted.
     """
     check(result, f"result {result.name!r}")
     folder = pathlib.Path(directory) if directory is not None else default_directory()
     folder.mkdir(parents=True, exist_ok=True)
     stem = file_name(result).removesuffix(".json")
     text = msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+    if over is not None:
+        _put(text, over)
+        return over
     for number in range(1, 1000):
         path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
         try:
-            with path.open("xb") as file:
-                file.write(text)
+            path.open("xb").close()  # the name is ours from here on
         except FileExistsError:
             continue
+        try:
+            _put(text, path)
+        except OSError:
+            path.unlink()
+            raise
         return path
     raise FileExistsError(f"{folder} holds 999 results of {stem}: move old ones away")
+
+
+def _put(text: bytes, path: pathlib.Path) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_suffix(".json.part")
+    try:
+        part.write_bytes(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load(path: str | pathlib.Path) -> Result:

@@ -99,9 +99,7 @@ class Keeper:
         """Write the result as it is now."""
         if not self._wanted:
             return
-        if self.path is not None:
-            self.path.unlink()
-        self.path = save(result, self._folder)
+        self.path = save(result, self._folder, over=self.path)
 
 
 def finish(result: Result, *, as_json: bool, kept: Keeper, weights_said: bool = True) -> None:

@@ -61,10 +61,10 @@ def compare(
 
     with plain_errors():
         changes = compare_results(load(a), load(b), threshold=threshold)
+        if not changes:
+            raise ValueError(f"{a} and {b} share no value: nothing was compared")
         if as_json:
             print(msgspec.json.encode(changes).decode())
-        elif not changes:
-            print("the two results share no value")
         for change in changes if not as_json else []:
             where = f"{change.shape.workload} rows {change.shape.rows} context {change.shape.context}"
             against = f" against {change.reference}" if change.reference else ""

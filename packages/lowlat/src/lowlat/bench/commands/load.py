@@ -82,6 +82,7 @@ class Target(msgspec.Struct, frozen=True):
     model: str
     arm: str
     max_context: int | None
+    simulated_acceptance: bool = False
 
 
 async def find_target(client: Client, model: str | None, arm: str | None) -> Target:
@@ -91,14 +92,17 @@ async def find_target(client: Client, model: str | None, arm: str | None) -> Tar
     if not chosen:
         raise ValueError(f"the server has no model {model!r}: it lists {', '.join(str(card['id']) for card in listed)}")
     owner = str(chosen.get("owned_by"))
+    simulated = False
     if owner == "lowlat":
-        kernels = str((await client.info()).get("kernels") or "").partition("/")[0]
+        info = await client.info()
+        simulated = bool(info.get("simulated_acceptance"))
+        kernels = str(info.get("kernels") or "").partition("/")[0]
         owner = kernels if kernels in ARMS else f"plugin:{kernels}" if kernels else "general"
     if arm is None and not known_arm(owner):
         names = ", ".join(sorted(ARMS))
         raise ValueError(f"the server calls itself {owner!r}: name it with --arm ({names} or plugin:NAME)")
     limit = chosen.get("max_model_len")
-    return Target(str(chosen["id"]), arm or owner, limit if isinstance(limit, int) else None)
+    return Target(str(chosen["id"]), arm or owner, limit if isinstance(limit, int) else None, simulated)
 
 
 def _endpoint(name: str) -> str:
@@ -234,7 +238,8 @@ def serve(
             print(_describe(summarize(records, targets)), file=sys.stderr)
             shown = name if users is not None else f"{name}, open loop" + (f" at {rate:g}/s" if rate else "")
             rows += load_rows(records, workload=shown, arm=target.arm, concurrency=users or 1, targets=targets)
-            result = new_result(slug("serve", target.model), simulated=Simulated(weights=simulated))
+            flags = Simulated(weights=simulated, acceptance=target.simulated_acceptance)
+            result = new_result(slug("serve", target.model), simulated=flags)
             result.rows = rows
             kept(result)
         finish(result, as_json=as_json, kept=kept, weights_said=weights is not None)
@@ -356,7 +361,8 @@ def replay(
             )
             name = workload or f"replay of {place.name}"
             rows += replay_rows(outcome, workload=name, arm=target.arm, concurrency=users, targets=targets)
-            result = new_result(slug("replay", target.model), simulated=Simulated(weights=simulated))
+            flags = Simulated(weights=simulated, acceptance=target.simulated_acceptance)
+            result = new_result(slug("replay", target.model), simulated=flags)
             result.rows = rows
             kept(result)
         finish(result, as_json=as_json, kept=kept, weights_said=weights is not None)

@@ -76,7 +76,7 @@ def step(
     with plain_errors():
         import torch
 
-        from lowlat.bench.local_server import ended_by_sigterm
+        from lowlat.bench.local_server import ended_by_signals
         from lowlat.bench.step import StepOptions, run_step
 
         if threads is not None:
@@ -90,7 +90,7 @@ def step(
             steps=steps, seed=seed, ceiling_gb=ceiling_gb,
         )  # fmt: skip
         kept = Keeper(save, results)
-        with ended_by_sigterm():  # a model that was written for the occasion goes then too
+        with ended_by_signals():  # a model that was written for the occasion goes then too
             outcome = run_step(options, say, measured=lambda outcome: kept(outcome.result))
         finish(outcome.result, as_json=as_json, kept=kept)
         for name, reason in outcome.unavailable.items():
