@@ -143,14 +143,8 @@ DEV void combine_folded(Context& c, Stream& f) {
     for (int s = 0; s < SPLITS; s++) top = max(top, v[s]);
     if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, 3)) break;
   }
-  const float lse = __uint_as_float(word);
-  float top = lse;
-#pragma unroll
-  for (int o = SPLITS / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-  const float weight = fast_exp2(lse - top);
-  float total = weight, x[SPLITS];
-#pragma unroll
-  for (int o = SPLITS / 2; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+  float total, x[SPLITS];
+  const float weight = split_weight(__uint_as_float(word), total);
 #pragma unroll
   for (int s = 0; s < SPLITS; s++) x[s] = mul(__uint_as_float(v[s]), __shfl_sync(~0u, weight, s));
 #pragma unroll

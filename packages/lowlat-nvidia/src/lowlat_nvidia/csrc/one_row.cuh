@@ -209,22 +209,6 @@ DEV void combine_one(Context& c, Stream& f) {
     pump(c, f);
     if (!__any_sync(~0u, max(greatest(v), word) == EMPTY) || give_up(c, polls, 3)) break;
   }
-  const float lse = __uint_as_float(word);
-  float top = lse;
-#pragma unroll
-  for (int o = SPLITS / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-  const float weight = fast_exp2(lse - top);
-  float total = weight;
-  float x[4] = {mul(__uint_as_float(v.x), weight), mul(__uint_as_float(v.y), weight), mul(__uint_as_float(v.z), weight),
-                mul(__uint_as_float(v.w), weight)};
-#pragma unroll
-  for (int o = SPLITS / 2; o; o >>= 1) {
-    total += __shfl_xor_sync(~0u, total, o);
-#pragma unroll
-    for (int e = 0; e < 4; e++) x[e] += __shfl_xor_sync(~0u, x[e], o);
-  }
-  const float scale = 1.f / total;
-  if (split < 2)
-    publish_one(c, W_ATTN + (head * GROUP_DIM + d) / 2 + split,
-                split == 0 ? bf_pair(x[0] * scale, x[1] * scale) : bf_pair(x[2] * scale, x[3] * scale));
+  const u32 joined = join_splits(v, __uint_as_float(word), split);
+  if (split < 2) publish_one(c, W_ATTN + (head * GROUP_DIM + d) / 2 + split, joined);
 }
