@@ -128,11 +128,6 @@ class Scheduler:
         self.stats.aborted += reason == FinishReason.ABORT
         return True
 
-    def abort_all(self, error: str) -> None:
-        """End every request with an error."""
-        for active in list(self._live.values()):
-            self._finish(active, RequestOutput(active.request.id, [], None, FinishReason.ERROR, error=error))
-
     # --- what goes out ---------------------------------------------------------------------------------------------
 
     @property
