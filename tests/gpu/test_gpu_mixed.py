@@ -8,54 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
+from gpu_kit import KINDS, PROMPTS
 
 from lowlat.engine import device_build
 from lowlat.engine.device_runner import DeviceRunner
-from lowlat.engine.request import SamplingParams
 from lowlat.layers.device_reference import ReferenceOps
 from lowlat.offline import Engine
-from tiny_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.gpu
 
-KINDS = [
-    SamplingParams(max_tokens=24, temperature=0),
-    SamplingParams(max_tokens=24, temperature=0.9, seed=2**64 - 5),
-    SamplingParams(max_tokens=20, temperature=0.8, seed=3, top_k=20, top_p=0.9, min_p=0.01),
-    SamplingParams(max_tokens=12, temperature=0.7, seed=4, repetition_penalty=1.2, logit_bias=((7, 2.0),)),
-    SamplingParams(max_tokens=10, temperature=0, logprobs=3),
-    SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1),
-]
-PROMPTS = [[(7 * n + k) % 101 for k in range(5 + 30 * n)] for n in range(len(KINDS))]
 SETTINGS = {
     "device": "cuda", "max_context": 256, "kv_tokens": 2048, "run_ahead": 2, "low_latency": "off", "dtype": "float32",
 }  # fmt: skip
 ROUNDING = 1e-4
 """Logits are of the order of ten; float32 products of other shapes round elsewhere."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with QK-norm and four key-value heads."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=101,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        eos_token_id=None,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
-    (path / "tokenizer.json").write_text(byte_tokenizer(101))
-    return path
 
 
 @pytest.fixture(scope="module")

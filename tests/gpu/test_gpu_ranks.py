@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from gpu_kit import KINDS, PROMPTS
 
-from lowlat.engine.request import SamplingParams
 from lowlat.offline import Engine, Generation
-from tiny_tokenizer import byte_tokenizer
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -35,50 +33,19 @@ def test_pushed_sums(ranks, gpus, tmp_path):
     assert all("part of sum" in text and "done" in text for text in said)
 
 
-KINDS = [
-    SamplingParams(max_tokens=24, temperature=0),
-    SamplingParams(max_tokens=24, temperature=0.9, seed=2**64 - 5),
-    SamplingParams(max_tokens=20, temperature=0.8, seed=3, top_k=20, top_p=0.9, min_p=0.01),
-    SamplingParams(max_tokens=12, temperature=0.7, seed=4, repetition_penalty=1.2, logit_bias=((7, 2.0),)),
-    SamplingParams(max_tokens=10, temperature=0, logprobs=3),
-    SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1),
-]
 SETTINGS = {
     "device": "cuda", "max_batch": 4, "max_context": 256, "kv_tokens": 2048, "run_ahead": 2, "low_latency": "off",
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with QK-norm and four key-value heads."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=101,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        eos_token_id=None,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
-    (path / "tokenizer.json").write_text(byte_tokenizer(101))
-    return path
-
-
 def answers(path: Path, size: int, dtype: str) -> list[Generation]:
-    prompts = [[(7 * n + k) % 101 for k in range(5 + 30 * n)] for n in range(len(KINDS))]
     with Engine(model=str(path), tensor_parallel=size, dtype=dtype, **SETTINGS) as engine:
         executor = engine._core.executor
         runner = (executor._rank0 if size > 1 else executor)._runner
         assert runner.bodies.captured > 0
         if size > 1:
             assert (type(runner.model.sums).__name__ == "PushSums") == (dtype == "bfloat16")
-        got: list[Generation] = engine.generate(prompts, KINDS)
+        got: list[Generation] = engine.generate(PROMPTS, KINDS)
         assert set(runner.fallbacks) == {"prompt log-probabilities"}
     return got
 

@@ -16,19 +16,14 @@ pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x8
 PLAN = ExpertsPlan(hidden=1024, inner=64, experts=32, top=2, multiprocessors=22)
 
 
-class EmulatedProducts(machine.EmulatedFunction):
-    """Runs at once, and only the products."""
-
-    def __init__(self, kernels: machine.Machine, name: str, shared_bytes: int) -> None:
-        super().__init__(kernels, 0, 1, shared_bytes)
-        self.name = name
+class EmulatedProducts(machine.OneAtATime):
+    """Only the products."""
 
     def launch_early(
         self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
     ) -> None:
         assert self.name == "experts_products"
         super().launch_early(blocks, threads, parameters, stream)
-        self.machine.finish(threads)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["chosen by the kernel", "given"])

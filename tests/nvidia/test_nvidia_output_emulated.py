@@ -18,19 +18,14 @@ pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x8
 PLAN = OutputPlan(hidden=512, inputs=1024, ranks=2, blocks=5)
 
 
-class EmulatedKernel(machine.EmulatedFunction):
-    """Runs at once, and only what publishes."""
-
-    def __init__(self, kernels: machine.Machine, name: str, shared_bytes: int) -> None:
-        super().__init__(kernels, 0, 1, shared_bytes)
-        self.name = name
+class EmulatedKernel(machine.OneAtATime):
+    """Only what publishes."""
 
     def launch_early(
         self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
     ) -> None:
         if self.name == "output_project":
             super().launch_early(blocks, threads, parameters, stream)
-            self.machine.finish(threads)
 
 
 def test_every_rank_gets_every_tile_with_the_steps_tag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

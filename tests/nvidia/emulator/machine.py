@@ -132,3 +132,17 @@ class EmulatedFunction:
 
     def close(self) -> None:
         pass
+
+
+class OneAtATime(EmulatedFunction):
+    """One of several kernels of a source, which runs as soon as it is launched, in clusters of one block."""
+
+    def __init__(self, machine: Machine, name: str, shared_bytes: int) -> None:
+        super().__init__(machine, 0, 1, shared_bytes)
+        self.name = name
+
+    def launch_early(
+        self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
+    ) -> None:
+        super().launch_early(blocks, threads, parameters, stream)
+        self.machine.finish(threads)
