@@ -117,10 +117,14 @@ def lone_answers(folder: Path) -> list[list[int]]:
 
 
 def test_requests_that_preempt_each_other(folder: Path, tmp_path: Path) -> None:
-    """Three prompts of 100 tokens fit into 29 pages of 16; with 76 tokens of answer, 11 pages for each, they do not."""
+    """Prompts of 100 tokens take 7 pages of 16, with their answers 11, and there are 18.
+
+    Two requests have too few however their steps lie, unless one starts 64 tokens after the other: the prompts come in
+    one body and take two steps each.
+    """
     expected = lone_answers(folder)
     teach(folder, expected, tmp_path / "taught")
-    with serve(tmp_path / "taught", "bfloat16", 29 * 16, *DRAFT) as server:
+    with serve(tmp_path / "taught", "bfloat16", 18 * 16, *DRAFT) as server:
         drafting = Client(server.url)
         answers, _ = drafting.complete(CROWD, CROWDED)
         assert answers == expected
