@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--arms", help="paths to measure: general and names of kernel libraries")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
+    parser.add_argument("--results", type=Path, help="write the result into this folder")
     arguments = parser.parse_args()
     data = os.environ.get("LOWLAT_DATA")
     if not data or not Path(data, "traces", "agent").is_dir():
@@ -154,8 +155,8 @@ def main() -> None:
             f"{row.arm:11} {row.draft or 'plain':8} {row.workload:26} {row.metric:18} "
             f"{row.median:7.2f} ({row.low:.2f} to {row.high:.2f}) {dict(row.details) or ''}"
         )
-    if arguments.save:
-        print(results.save(result), file=sys.stderr)
+    if arguments.save or arguments.results:
+        print(results.save(result, arguments.results), file=sys.stderr)
 
 
 def rows_of(
