@@ -23,12 +23,13 @@ from lowlat.speculative.device_draft import SHARPNESS
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import load_draft
 from lowlat.speculative.proposer import DraftRequest
+from lowlat.training.anchors import draw_anchors
 from lowlat.training.draft_loss import blocks, loss_of
+from lowlat.training.measuring import walked
 from lowlat.training.muon import orthogonal
 from lowlat.training.overlap import likeness
 from lowlat.training.target import Target
 from lowlat.training.texts import Prompts, TextError, Texts, conversations
-from lowlat.training.train_draft import draw_anchors, walked
 
 
 @pytest.fixture(scope="module")

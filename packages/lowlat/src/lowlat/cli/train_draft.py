@@ -23,6 +23,8 @@ Examples:
 Data are folders or files: .jsonl with one turn of a session a line (input: the conversation so far, output), or plain
 text. The model continues them, and the draft learns from what the model wrote. The last sessions of each folder are
 kept from training; acceptance by position is measured on them, at each temperature, and written to training.json.
+
+What ends before its time, by Ctrl-C or otherwise, goes on with the same command and --resume.
 """
 
 _EVERY_S = 5.0
@@ -36,7 +38,8 @@ def train_draft(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.")],
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of training.")] = 2000,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", min=1, help="Time for writing and learning, in place of steps.")
+        float | None,
+        typer.Option("--seconds", min=1, help="Time for all of it, measuring and storing too, in place of steps."),
     ] = None,
     hold_out: Annotated[int, typer.Option("--hold-out", min=0, help="Sessions of each folder to measure on.")] = 3,
     device: Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda ...")] = "auto",
@@ -75,24 +78,39 @@ def train_draft(
     window: Annotated[int, typer.Option("--window", min=0, help="Tokens before a block that it sees. 0: all.")] = 0,
     learning_rate: Annotated[float, typer.Option("--learning-rate", min=0, help="Highest learning rate.")] = 1e-3,
     cooling: Annotated[
-        float, typer.Option("--cooling", min=0.01, max=1, help="Last part of the time, in which the rate falls.")
+        float, typer.Option("--cooling", min=0, max=1, help="Last part of the time, in which the rate falls.")
     ] = 1.0,
     accepting: Annotated[
         float,
-        typer.Option("--accepting", min=0, max=1, help="Part of the loss then that is acceptance itself."),
+        typer.Option("--accepting", min=0, max=1, help="Part of the loss that is acceptance itself, at the end."),
     ] = 0.0,
+    accepting_part: Annotated[
+        float | None,
+        typer.Option(
+            "--accepting-part",
+            min=0,
+            max=1,
+            help="Last part of the time, in which it is. Default: the part of --cooling; with --start the whole.",
+        ),
+    ] = None,
     start: Annotated[
         Path | None, typer.Option("--start", help="Folder of an earlier draft of the same shape, to go on from.")
     ] = None,
     measured: Annotated[int, typer.Option("--measured", min=1, help="Held-out sequences for each temperature.")] = 48,
     int8: Annotated[bool, typer.Option("--int8", help="Store matrices as int8 with a scale a row.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Makes training repeatable.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a training in --output that did not finish, if there is one.")
+    ] = False,
+    save_every: Annotated[
+        float, typer.Option("--save-every", min=0, help="Seconds between the states from which it can go on.")
+    ] = 30.0,
 ) -> None:
     """Train a DFlash, DFlash 2 or DSpark draft for a model, on a CPU or a GPU."""
     from lowlat.models.config import UnsupportedModelError
     from lowlat.models.loading.errors import CheckpointError
     from lowlat.speculative.draft_files import DraftFileError
-    from lowlat.training.recipe import Recipe
+    from lowlat.training.recipe import Recipe, RecipeError
     from lowlat.training.texts import TextError
     from lowlat.training.train_draft import train
 
@@ -125,6 +143,7 @@ def train_draft(
         learning_rate=learning_rate,
         cooling=cooling,
         accepting=accepting,
+        accepting_part=accepting_part,
         start=None if start is None else str(start),
         device=device,
         seed=seed,
@@ -132,8 +151,8 @@ def train_draft(
         measured=measured,
     )
     try:
-        found = train(recipe, output, _Printer())
-    except (TextError, CheckpointError, UnsupportedModelError, DraftFileError) as error:
+        found = train(recipe, output, _Printer(), typer.echo, resume=resume, save_s=save_every)
+    except (RecipeError, TextError, CheckpointError, UnsupportedModelError, DraftFileError) as error:
         typer.echo(f"lowlat train-draft: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"written to {output}")
@@ -154,10 +173,9 @@ class _Printer:
             return
         self._next = time.monotonic() + _EVERY_S
         right = " ".join(f"{part:.2f}" for part in progress.right)
-        left = progress.seconds / max(1e-9, progress.done) - progress.seconds
         typer.echo(
             f"step {progress.step} ({progress.done:.0%})  loss {progress.loss:.3f}  right by position {right}  "
-            f"{progress.seconds:.0f} s ({progress.writing_seconds:.0f} s of them writing), {left:.0f} s left"
+            f"{progress.seconds:.0f} s ({progress.writing_seconds:.0f} s of them writing), {progress.left:.0f} s left"
         )
 
 

@@ -26,6 +26,10 @@ class Bank:
         """Writings that are here."""
         return min(self._count, self._writings)
 
+    def begin(self, number: int) -> None:
+        """The next writing is number `number`: it gets the place that it has where all before it were put."""
+        self._count = number
+
     def put(self, written: Written) -> None:
         """Keep a writing in the oldest one's place."""
         missing = self._tokens - written.tokens_ST.shape[1]

@@ -6,7 +6,7 @@ Legend of shape suffixes: M matrices of one shape, O outputs, I inputs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 
@@ -17,14 +17,23 @@ _ROUNDS = 5
 class Muon:
     """For matrices between states. Steps are as long as AdamW's at the same learning rate (Liu et al. 2025)."""
 
-    def __init__(self, weights: Iterable[torch.Tensor], *, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], *, momentum: float = 0.95, weight_decay: float = 0.01
+    ) -> None:
         self.rate: float | torch.Tensor = 0.0
         """A tensor of one number where a graph shall read it."""
         self._momentum, self._decay = momentum, weight_decay
-        by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
-        for weight in weights:
-            by_shape[weight.shape].append(weight)
-        self._groups = [(of, torch.zeros(len(of), *shape, device=of[0].device)) for shape, of in by_shape.items()]
+        by_shape: dict[torch.Size, list[str]] = defaultdict(list)
+        for name, weight in weights.items():
+            by_shape[weight.shape].append(name)
+        self._groups: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self.averages: dict[str, torch.Tensor] = {}
+        """Of gradients, by the weights' names: all that it remembers."""
+        for shape, names in by_shape.items():
+            of = [weights[name] for name in names]
+            average_MOI = torch.zeros(len(of), *shape, device=of[0].device)
+            self._groups.append((of, average_MOI))
+            self.averages |= dict(zip(names, average_MOI, strict=True))
 
     @torch.no_grad()
     def step(self) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+from lowlat.training.schedule import Schedule
+
+
+class RecipeError(Exception):
+    """Choices that do not go together; the text says which."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,7 +22,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     hold_out: int = 3
     steps: int = 2000
     seconds: float | None = None
-    """Time for writing and learning in place of a number of steps."""
+    """Time for all, from reading the model to writing the draft, in place of a number of steps."""
     sequences: int = 32
     """Sequences that the target writes at once, and that a step learns from."""
     writes: int = 1
@@ -52,7 +60,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     cooling: float = 1.0
     """Part of the training, at its end, in which the learning rate falls."""
     accepting: float = 0.0
-    """In that part, how much of the loss is the number of accepted tokens itself, from 0 to 1."""
+    """How much of the loss is the number of accepted tokens itself, from 0 to 1."""
+    accepting_part: float | None = None
+    """Part of the training, at its end, in which it is; None: all of it with `start`, since that draft knows the
+    distributions already, else the part that cools."""
     start: str | None = None
     """Folder of an earlier draft of the same shape, from whose weights training goes on."""
     device: str = "auto"
@@ -60,6 +71,29 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     int8: bool = False
     measured: int = 48
     """Held-out sequences for each temperature."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Raises `RecipeError`."""
+        part = self.accepting_part
+        if part is None:
+            part = 1.0 if self.start is not None else self.cooling
+        shares = {"cooling": self.cooling, "accepting": self.accepting, "accepting-part": part}
+        for name, share in shares.items():
+            if not 0 <= share <= 1:
+                raise RecipeError(f"--{name} {share:g} is no share: it must lie between 0 and 1")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise RecipeError(f"--seconds {self.seconds:g} is no time")
+        if not 0 < self.learning_rate < 1:
+            raise RecipeError(f"--learning-rate {self.learning_rate:g} must lie between 0 and 1")
+        if self.accepting_part is not None and not self.accepting:
+            raise RecipeError("--accepting-part says when acceptance is in the loss: say how much of it: --accepting")
+        if self.accepting and (not part or (self.seconds is None and part * self.steps < 1)):
+            raise RecipeError(
+                f"--accepting {self.accepting:g} would not be in the loss of any step: its part of the training is "
+                f"{part:g}; say it with --accepting-part (without it, it is --cooling, or with --start the whole)"
+            )
+        return Schedule(self.learning_rate, self.cooling, self.accepting, part)
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -71,7 +105,10 @@ class Progress(msgspec.Struct, frozen=True):
     loss: float
     right: list[float]
     seconds: float
+    """Of writing and learning."""
     writing_seconds: float
+    left: float
+    """Seconds until the draft is written, if it goes on so."""
 
 
 class Measured(msgspec.Struct, frozen=True):

@@ -104,7 +104,8 @@ class Prompts:
         turn: so a model that answers the same prompt in the same way has more to say; and half of those from other text
         are put into a chat too. Raises `TextError` where no file
         is long enough."""
-        self._random = random.Random(seed)
+        self._seed = seed
+        self.begin(0)
         self._anywhere = anywhere
         before, after = self._frame = _frame(tokenizer, chat)
         room = longest - len(before) - len(after)
@@ -128,6 +129,10 @@ class Prompts:
         self._texts = ByLength([tokens for tokens in texts if len(tokens) > longest])
         if not self._sessions.of and not self._texts.of:
             raise TextError(f"no text is as long as a prompt of {longest} tokens: use fewer --prompt-tokens")
+
+    def begin(self, number: int) -> None:
+        """What is drawn next is a matter of the seed and this number alone."""
+        self._random = random.Random(f"{self._seed} {number}")
 
     def counts(self, vocabulary: int) -> torch.Tensor:
         """How often each token stands in the texts, [vocabulary]."""
