@@ -22,7 +22,8 @@ import msgspec
 
 from lowlat.bench import results, stats
 from lowlat.engine.device_executor import DeviceExecutor
-from lowlat.engine.request import EngineStats, SamplingParams
+from lowlat.engine.request import SamplingParams
+from lowlat.engine.stats import EngineStats
 from lowlat.models.loading.checkpoint import open_checkpoint
 from lowlat.offline import Engine
 from lowlat.speculative.step_times import StepTimes

@@ -447,7 +447,7 @@ PLANTS = (
     _plant(
         "A57",
         "health looks at the process alone",
-        "engine/client.py",
+        "engine/health.py",
         "alive = started and not silent and not stuck",
         "alive = started",
         "server/test_server_life.py::test_health_notices_a_hung_engine_idle_and_loaded",

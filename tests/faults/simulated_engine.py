@@ -27,7 +27,8 @@ from lowlat.engine.batch import StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
 from lowlat.engine.process import EngineLoop
-from lowlat.engine.request import EngineStats, RequestOutput, TokenLogprobs
+from lowlat.engine.request import RequestOutput, TokenLogprobs
+from lowlat.engine.stats import EngineStats
 
 VOCAB_SIZE = 262
 

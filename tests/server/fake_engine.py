@@ -19,7 +19,8 @@ import zmq
 
 from lowlat.engine import messages as m
 from lowlat.engine.config import EngineConfig
-from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from lowlat.engine.stats import EngineStats
 
 
 class Script(msgspec.Struct, kw_only=True):

@@ -9,9 +9,11 @@ import time
 import pytest
 from server_kit import FAKE_PROGRAM
 
-from lowlat.engine.client import EngineClient, EngineState, EngineUnavailableError, RequestStream, join_outputs
+from lowlat.engine.client import EngineClient, EngineUnavailableError
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.health import EngineState
 from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, SamplingParams
+from lowlat.engine.request_stream import RequestStream, join_outputs
 
 
 def request(id, prompt=(1, 2, 3), **sampling):

@@ -14,7 +14,6 @@ from lowlat.engine.build import Progress, build_engine
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.executor import ExecutorError
 from lowlat.engine.request import (
-    EngineStats,
     FinishReason,
     GenerateRequest,
     RequestOutput,
@@ -24,6 +23,7 @@ from lowlat.engine.request import (
 from lowlat.engine.sampling_check import check_sampling
 from lowlat.engine.score_waves import Readings, ScoreWaves
 from lowlat.engine.scoring import Preference, ScoreInput, ScoreLimits, check_input, choose_mode, plan_score, score_of
+from lowlat.engine.stats import EngineStats
 from lowlat.text.chat import ChatTemplateError
 from lowlat.text.output import Delta, OutputAssembler, TokenLogprob
 

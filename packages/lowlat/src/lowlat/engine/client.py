@@ -13,114 +13,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.health import EngineState, Health, Pulse
 from lowlat.engine.messages import Abort, Call, Event, Failed, Outputs, Ready, Reply, Shutdown, Starting, Stats, Submit
-from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput
+from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput
+from lowlat.engine.request_stream import RequestStream
+from lowlat.engine.stats import EngineStats, add_counters
 from lowlat.engine.supervisor import ENGINE_PROGRAM, EngineProcess
 
 log = logging.getLogger("lowlat.engine")
 
 Value = str | int | float | bool | None
-Entry = TypeVar("Entry")
 
 _TICK_S = 0.1
 
 
 class EngineUnavailableError(Exception):
     """The engine cannot take work now; the text says why."""
-
-
-class EngineState(enum.StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """What a probe wants to know. Ages are in seconds."""
-
-    alive: bool
-    """The engine process lives and speaks (or is being started)."""
-    ready: bool
-    """Weights are loaded, a step has run, and the engine is alive."""
-    state: EngineState
-    heartbeat_age_s: float | None
-    progress_age_s: float | None
-    """Seconds since a step finished or nothing was there to do."""
-    restarts: int
-    error: str | None
-
-
-class RequestStream:
-    """Outputs of one or more requests that one reader waits for, in order of arrival; ends when all have ended.
-
-    What arrives for a request while the reader is busy is joined into one output, so a slow reader costs no queue.
-    """
-
-    def __init__(self, ids: Iterable[str]) -> None:
-        self._open = set(ids)
-        self._pending: dict[str, RequestOutput] = {}
-        self._waiter: asyncio.Future[None] | None = None
-        self.arrivals: dict[str, list[tuple[float, int]]] = {id: [] for id in self._open}
-        """Per request: (`time.monotonic()` in seconds, tokens) for each output that brought tokens."""
-
-    def put(self, output: RequestOutput, now: float) -> None:
-        if output.id not in self._open:
-            return
-        if output.token_ids:
-            self.arrivals[output.id].append((now, len(output.token_ids)))
-        if output.finish_reason is not None:
-            self._open.discard(output.id)
-        earlier = self._pending.get(output.id)
-        self._pending[output.id] = output if earlier is None else join_outputs(earlier, output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._pending:
-            if not self._open:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._pending.pop(next(iter(self._pending)))
-
-
-def join_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """One output that says what two of the same request said one after the other."""
-    return RequestOutput(
-        id=first.id,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=_join(first.logprobs, second.logprobs),
-        prompt_logprobs=_join(first.prompt_logprobs, second.prompt_logprobs),
-        finish_reason=second.finish_reason,
-        stop_token_id=second.stop_token_id,
-        cached_tokens=max(first.cached_tokens, second.cached_tokens),
-        queue_s=first.queue_s or second.queue_s,
-        error=second.error,
-        scores=_join(first.scores, second.scores),
-    )
-
-
-def _join(first: list[Entry] | None, second: list[Entry] | None) -> list[Entry] | None:
-    return first if second is None else [*(first or []), *second]
 
 
 class EngineClient:
@@ -156,8 +72,7 @@ class EngineClient:
         self._earlier = EngineStats()
         self._failure: str | None = None
         self._restarted_at = -restart_window_s
-        self._heard_at = 0.0
-        self._progress_at = 0.0
+        self._pulse = Pulse(0.0, 0.0)
 
     # Life
 
@@ -165,7 +80,8 @@ class EngineClient:
         """Start the process now; `start` does so itself. Needs no event loop, so imports can go on beside it."""
         if self._process is None:
             self._process = EngineProcess(self.config, self._program)
-            self._heard_at = self._progress_at = time.monotonic()
+            now = time.monotonic()
+            self._pulse = Pulse(now, now)
 
     async def start(self) -> None:
         """Start the process if `spawn` has not, and watch it. Returns at once; `wait_ready` waits."""
@@ -273,26 +189,14 @@ class EngineClient:
             self._calls.pop(number, None)
 
     def health(self) -> Health:
-        now = time.monotonic()
-        started = self.state in (EngineState.READY, EngineState.STARTING, EngineState.RESTARTING)
-        heard = now - self._heard_at if self.state is EngineState.READY else None
-        progress = now - self._progress_at if self.state is EngineState.READY else None
-        silent = heard is not None and heard > self._heartbeat_timeout
-        stuck = progress is not None and progress > self.config.watchdog_s
-        error = self._failure
-        if silent and heard is not None:
-            error = f"no word from the engine for {heard:.1f} s"
-        elif stuck and progress is not None:
-            error = f"no step finished for {progress:.1f} s with requests running"
-        alive = started and not silent and not stuck
-        return Health(
-            alive=alive,
-            ready=alive and self.state is EngineState.READY,
-            state=self.state,
-            heartbeat_age_s=heard,
-            progress_age_s=progress,
+        """What a probe wants to know, now."""
+        return self._pulse.health(
+            time.monotonic(),
+            self.state,
+            self._heartbeat_timeout,
+            self.config.watchdog_s,
             restarts=self.restarts,
-            error=error,
+            failure=self._failure,
         )
 
     @property
@@ -331,7 +235,7 @@ class EngineClient:
             return
         if not events:
             return
-        self._heard_at = now = time.monotonic()
+        self._pulse.heard_at = now = time.monotonic()
         for event in events:
             if type(event) is Outputs:
                 self._deliver(event.items, now)
@@ -355,7 +259,7 @@ class EngineClient:
         if isinstance(event, Stats):
             stats = event.stats
             if stats.step + self._earlier.step != self.stats.step or stats.running + stats.waiting == 0:
-                self._progress_at = now
+                self._pulse.progress_at = now
             self.stats = add_counters(stats, self._earlier)
         elif isinstance(event, Starting):
             if self._on_progress is not None:
@@ -364,7 +268,7 @@ class EngineClient:
             self.info = event
             self.state = EngineState.READY
             self._failure = None
-            self._progress_at = now
+            self._pulse.progress_at = now
             self._settled.set()
             log.info("engine ready", extra={"fields": {"engine_pid": event.pid, "seconds": round(event.ready_s, 2)}})
         elif isinstance(event, Failed):
@@ -390,21 +294,13 @@ class EngineClient:
             if process is None:
                 continue
             if process.exit_reason() is None:
-                if self.state is EngineState.READY and not late:
-                    self._kill_if_hung(process, now)
+                hang = self._pulse.hang(now, self.config.watchdog_s)
+                if self.state is EngineState.READY and not late and hang is not None:
+                    self._failure = hang
+                    process.kill()
                 continue
             self._read_events()
             self._engine_ended(self._failure or process.exit_reason() or "the engine process ended")
-
-    def _kill_if_hung(self, process: EngineProcess, now: float) -> None:
-        limit = self.config.watchdog_s
-        if now - self._heard_at > limit:
-            self._failure = f"the engine was silent for {limit:g} s and was ended"
-        elif now - self._progress_at > limit:
-            self._failure = f"the engine finished no step for {limit:g} s with requests running and was ended"
-        else:
-            return
-        process.kill()
 
     def _engine_ended(self, reason: str) -> None:
         was_ready = self.state is EngineState.READY
@@ -453,24 +349,3 @@ class EngineClient:
         if self.state is EngineState.CLOSED:
             return "the server is shutting down"
         return self._failure or "the engine is not running"
-
-
-def add_counters(stats: EngineStats, earlier: EngineStats) -> EngineStats:
-    """`stats` with the counters of engines before a restart added, so that counters never go back. Gauges stay."""
-    steps = Counter({(path, reason): count for path, reason, count in earlier.low_latency_steps})
-    steps.update({(path, reason): count for path, reason, count in stats.low_latency_steps})
-    lost = Counter(dict(earlier.session_pins_lost))
-    lost.update(dict(stats.session_pins_lost))
-    return msgspec.structs.replace(
-        stats,
-        step=stats.step + earlier.step,
-        prompt_tokens=stats.prompt_tokens + earlier.prompt_tokens,
-        cached_tokens=stats.cached_tokens + earlier.cached_tokens,
-        generated_tokens=stats.generated_tokens + earlier.generated_tokens,
-        preemptions=stats.preemptions + earlier.preemptions,
-        finished=stats.finished + earlier.finished,
-        aborted=stats.aborted + earlier.aborted,
-        bad_logits=stats.bad_logits + earlier.bad_logits,
-        session_pins_lost=list(lost.items()),
-        low_latency_steps=[(path, reason, count) for (path, reason), count in steps.items()],
-    )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from lowlat.engine.executor import Executor
 from lowlat.engine.grammar_gate import GrammarGate
-from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput
+from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput
 from lowlat.engine.scheduler import Scheduler
+from lowlat.engine.stats import EngineStats
 from lowlat.grammars.grammar import Grammar, GrammarError
 
 if TYPE_CHECKING:

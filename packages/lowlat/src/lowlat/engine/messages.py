@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from lowlat.engine.request import EngineStats, GenerateRequest, RequestOutput
+from lowlat.engine.request import GenerateRequest, RequestOutput
+from lowlat.engine.stats import EngineStats
 
 
 class Submit(msgspec.Struct, tag="submit"):

@@ -20,9 +20,10 @@ from lowlat.engine.active import ActiveRequest, Launch, common_tokens
 from lowlat.engine.answer import extend_answer
 from lowlat.engine.batch import PlanLimits, Replay, StepPlan
 from lowlat.engine.executor import StepResult
-from lowlat.engine.request import EngineStats, FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from lowlat.engine.score_task import ScoreProgress, check_task
 from lowlat.engine.state_rows import StateRows
+from lowlat.engine.stats import EngineStats
 from lowlat.engine.step_writer import StepWriter
 from lowlat.grammars.matcher import GrammarLine
 

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from lowlat.engine.client import EngineClient, RequestStream
+from lowlat.engine.client import EngineClient
 from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput
+from lowlat.engine.request_stream import RequestStream
 from lowlat.server.answers import PromptTokensDetails, Timings, Usage
 from lowlat.server.errors import engine_failed
 from lowlat.server.plan import Plan
