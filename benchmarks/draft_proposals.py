@@ -2,7 +2,9 @@
 
     python benchmarks/draft_proposals.py
 
-takes about 15 seconds on an H200. Weights are random; four sets of head, table and base logits take turns, so that no
+takes about 20 seconds on an H200. Where tiles of the head pass through a block in every step (on one GPU), the form
+that reads them ahead of the token is timed too, and the last line of a case names the winner.
+Weights are random; four sets of head, table and base logits take turns, so that no
 launch finds its head in the L2 cache of the launch before. A sample is one graph of 16 launches, divided by 16.
 Greedy tokens of both arms are compared with the float64 reference first.
 
@@ -15,6 +17,7 @@ gather each GPU's best by NCCL. A sample is then the slowest rank's.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import exchange, join, slowest
+from variants import fields, verdict
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
@@ -61,18 +65,21 @@ class Set:
             torch.arange(requests, device="cuda"),
             torch.arange(requests, device="cuda") * 1000,
         )
-        self.built = MarkovProposals(plan, self.head, self.embedding, rank)
+        plans = {"lowlat-nvidia": plan}
+        if plan.passing and plan.ranks == 1:
+            plans["lowlat-nvidia read-ahead"] = dataclasses.replace(plan, read_ahead=True)
+        self.forms = {name: MarkovProposals(form, self.head, self.embedding, rank) for name, form in plans.items()}
         if plan.ranks > 1:
             self.inbox, self.error = (PeerBuffer(size, rank, exchange) for size in (plan.inbox_bytes, 4096))
-            self.built.connect(self.inbox.addresses, self.error.addresses)
+            self.forms["lowlat-nvidia"].connect(self.inbox.addresses, self.error.addresses)
 
     def check(self) -> None:
-        """Compares both arms with the reference where margins are clear."""
+        """Compares all arms with the reference where margins are clear."""
         lists = (
             t.tolist() for t in (self.anchors, self.inputs.temperatures_R, self.inputs.seeds_R, self.inputs.positions_R)
         )
         expected, _, margins = reference.propose(self.whole_head, self.embedding, self.whole_base, *lists)
-        arms = [(self.built.run(self.inputs), 1e-3)]
+        arms = [(built.run(self.inputs), 1e-3) for built in self.forms.values()]
         if not self.inputs.temperatures_R.any():
             arms.append((self.plain(), SURE))
         for tokens, sure in arms:
@@ -85,7 +92,8 @@ class Set:
         if self.plan.ranks > 1:
             torch.cuda.synchronize()
             MarkovProposals.explain(self.error.read_word(0))
-        self.built.check()
+        for built in self.forms.values():
+            built.check()
 
     def plain(self) -> torch.Tensor:
         """The plain twin; greedy."""
@@ -107,7 +115,10 @@ def measure(plan: MarkovPlan, requests: int, temperature: float, rounds: int, ce
     sets = [Set(plan, requests, temperature, rank) for _ in range(SETS)]
     for one in sets:
         one.check()
-    graphs = {"lowlat-nvidia": capture(lambda: [one.built.run(one.inputs) for one in sets * PASSES])}
+    graphs = {
+        name: capture(lambda name=name: [one.forms[name].run(one.inputs) for one in sets * PASSES])
+        for name in sets[0].forms
+    }
     if temperature == 0:
         graphs["torch-eager-graph"] = capture(lambda: [one.plain() for one in sets * PASSES])
 
@@ -130,15 +141,17 @@ def measure(plan: MarkovPlan, requests: int, temperature: float, rounds: int, ce
     }  # fmt: skip
     note = f"{STEPS} proposals, temperature {temperature}, {SETS} weight sets in turn"
     rows = [
-        row_from_samples(times, arm=name, note=note, read_ceiling_tb_s=ceiling, **common)
+        row_from_samples(times, note=note, read_ceiling_tb_s=ceiling, **fields(name), **common)
         for name, times in samples.items()
     ]
-    for row in rows if rank == 0 else ():
+    for name, row in zip(samples, rows, strict=True) if rank == 0 else ():
         print(
-            f"{plan.ranks} GPUs, {row.rows} requests, T {temperature}: {row.arm:18} {row.median:7.1f}"
+            f"{plan.ranks} GPUs, {row.rows} requests, T {temperature}: {name:24} {row.median:7.1f}"
             f" [{row.low:.1f}, {row.high:.1f}] us",
             flush=True,
         )
+    if rank == 0:
+        print(verdict(samples), flush=True)
     return rows
 
 

@@ -69,7 +69,17 @@ def test_sampled_proposals_follow_the_softmax():
     assert ((counts - expected) ** 2 / expected).sum() < 20.5  # chi-square with 5 degrees: p = 0.001
 
 
-@pytest.mark.parametrize("plan", [MarkovPlan(129280), MarkovPlan(129280, ranks=4, requests=8)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        MarkovPlan(129280),
+        MarkovPlan(129280, read_ahead=True),
+        MarkovPlan(129280, requests=8),
+        MarkovPlan(129280, ranks=2),
+        MarkovPlan(129280, ranks=4, requests=8),
+    ],
+    ids=str,
+)
 def test_the_kernel_compiles_without_spills(plan):
     pytest.importorskip("cuda.bindings.nvrtc")
     from lowlat_nvidia.jit import compile_cubin

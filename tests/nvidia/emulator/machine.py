@@ -30,6 +30,7 @@ class Source:
 DENSE = Source("dense_step.cu", "Params", ("dense_step",))
 EXPERTS = Source("experts.cu", "Params", ("experts_products",))
 OUTPUT = Source("output_projection.cu", "Params", ("output_project",))
+MARKOV = Source("markov.cu", "Params", ("markov_proposals",))
 CHAIN = Source("attention_chain.cu", "Chain", ("down_project", "up_project", "attend", "group_project"))
 
 

@@ -182,6 +182,7 @@ DEV float emu_log2(float x) { return log2f(x); }
 #define __log2f emu_log2
 DEV float fast_exp2(float x) { return exp2f(x); }
 DEV float mul(float x, float y) { return x * y; }
+DEV float __fadd_rn(float x, float y) { return x + y; }
 DEV int __popc(u32 x) { return __builtin_popcount(x); }
 DEV int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 DEV int __ffs(u32 x) { return __builtin_ffs(x); }
@@ -356,6 +357,7 @@ DEV void send(u32 to, uint4 v, u32 barrier) {
 DEV void copy_async(u32 to, const void* from, bool present) {
   if (present) memcpy(emu_resolve(to), from, 16); else memset(emu_resolve(to), 0, 16);
 }
+DEV void copy_async_word(u32 to, const void* from) { memcpy(emu_resolve(to), from, 4); }
 DEV void barrier_arrive_after_copies(u32 barrier) { barrier_arrive(barrier); }
 DEV void copies_done() {}
 DEV void barriers_ready() {}

@@ -6,6 +6,9 @@ DEV float __fdiv_rn(float a, float b) { return a / b; }
 DEV float __fdividef(float a, float b) { return a / b; }
 void stores_before();
 
+DEV u64 keep_policy() { return 0; }
+DEV uint4 load_by_policy(const uint4* p, u64) { return *p; }
+
 // ---- small floats
 DEV float emu_value(u32 b) {
   const int e = b >> 3 & 15, m = b & 7;

@@ -2,18 +2,23 @@
 //   logits = base[i] + head . embed[t[i]],   t[i + 1] = argmax(logits) or argmax(logits / temperature + noise).
 //
 // A block owns a range of the vocabulary. Most of its rows of the head stay on the chip for all steps: RESIDENT tiles of
-// 16 rows in shared memory, one tile a warp in registers; the others are read again, from L2. Blocks, and ranks of a
+// 16 rows in shared memory, one tile a warp in registers; the others pass: they are read again in every step, from L2, some
+// loads ahead (READ_AHEAD: while the step's token is still being agreed on). Blocks, and ranks of a
 // vocabulary split over GPUs, agree on each token through 64-bit words that carry value, index and the launch's tag:
 // the data is its own signal. Up to MAX_REQUESTS requests are the columns of the matrix instructions.
 #include "system.cuh"
+#include "tensor.cuh"
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS, ROWS = 16;  // rows of a tile
 constexpr int K_PAIRS = RANK / 32;                          // pairs of matrix instructions along the rank
+// Of a tile; and of tiles that pass, on their way at the least: more registers are idle while a token is agreed on.
+constexpr int FRAGMENTS = 2 * K_PAIRS, MOST = READ_AHEAD ? 8 : 4, DEPTH = FRAGMENTS < MOST ? FRAGMENTS : MOST;
 constexpr int TILE_BYTES = ROWS * RANK * 2;
 constexpr int TAG_BITS = 15, INDEX_BITS = 17, COPY_STAGE = 15;
 constexpr int ROUNDS = (MAX_TILES * ROWS + THREADS - 1) / THREADS;  // rows of a thread, when one is chosen
 constexpr bool AHEAD = MAX_REQUESTS == 1;  // base logits come a step ahead
 constexpr int NOT_RESIDENT = MAX_TILES - WARPS;             // tiles of a block that no register holds
+constexpr bool PASSES = NOT_RESIDENT > RESIDENT;
 static_assert(RESIDENT <= (NOT_RESIDENT > 0 ? NOT_RESIDENT : 0), "more tiles in shared memory than there are");
 
 struct Params {
@@ -30,40 +35,22 @@ struct Params {
   u32* errors[MAX_RANKS];          // of each rank: one word, 0 while all is well
   u32* epochs;                     // [block], launches so far
   long long base_request, base_step;
-  int requests, steps, local_vocabulary, first_token, tiles, rank, ranks;
+  int requests, steps, local_vocabulary, first_token, tiles, rank;
   u32 spin_limit;
 };
 
 struct Shared {
   float logits[MAX_REQUESTS][MAX_TILES * ROWS];
   u64 best[MAX_REQUESTS][WARPS];
-  int tokens[MAX_REQUESTS];
+  alignas(16) u8 embeddings[MAX_REQUESTS][RANK * 2 + 64];  // of the step's tokens; padded, so that neighbours lie in other banks
   float base[AHEAD ? ROUNDS * THREADS : 1];
   float temperatures[MAX_REQUESTS];
   u64 seeds[MAX_REQUESTS], positions[MAX_REQUESTS];
   u32 epoch, failed;
   u64 barriers[RESIDENT > 0 ? RESIDENT : 1];
 };
+static_assert(RESIDENT * TILE_BYTES + sizeof(Shared) <= SHARED_BYTES, "the plan counts shared memory");
 
-// Head rows that are read in every step stay in L2 if they can; what goes to the chip need not.
-DEV uint4 load_kept(const uint4* p, u64 policy) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
-  return v;
-}
-DEV u64 keep_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-// Both halves of A are used here, unlike in ptx.cuh.
-DEV void mma16(float (&d)[4], uint4 a, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
 DEV u64 mix64(u64 x) {  // the finaliser of splitmix64
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
@@ -80,20 +67,16 @@ DEV void prefetch_base(const Params& p, int first_row, int rows) {
   for (int i = threadIdx.x; i < p.requests * p.steps * lines; i += THREADS) {
     const int row = min(i % lines * 32, rows - 1), step = i / lines % p.steps, request = i / lines / p.steps;
     if (row < 0) continue;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.base + request * p.base_request + step * p.base_step + first_row + row));
+    fetch_line_into_l2((const u8*)(p.base + request * p.base_request + step * p.base_step + first_row + row));
   }
 }
-// What a lane multiplies with: 8 consecutive elements of its request's embedding for each pair of instructions.
-DEV void load_embeddings(const Params& p, const Shared& s, int lane, uint4 (&b)[K_PAIRS]) {
-  const int request = lane / 4, q = lane % 4;
-  if (request < p.requests) {
-    const u8* row = p.embedding + (long long)s.tokens[request] * (RANK * 2) + q * 16;
-#pragma unroll
-    for (int k = 0; k < K_PAIRS; k++) b[k] = load_constant(row + k * 64);
-  } else {
-#pragma unroll
-    for (int k = 0; k < K_PAIRS; k++) b[k] = make_uint4(0, 0, 0, 0);
-  }
+// A warp: the embedding of a request's token, for all.
+DEV void fetch_embedding(const Params& p, Shared& s, int request, long long token, int lane) {
+  if (lane < RANK / 8) *(uint4*)(s.embeddings[request] + lane * 16) = load_constant(p.embedding + (token * (RANK / 8) + lane) * 16);
+}
+// What a lane multiplies with: 8 consecutive elements of its request's embedding for a pair of instructions.
+DEV uint4 embedding_of(const Shared& s, int lane, int pair) {
+  return lane / 4 < MAX_REQUESTS ? *(const uint4*)(s.embeddings[lane / 4] + lane % 4 * 16 + pair * 64) : make_uint4(0, 0, 0, 0);
 }
 DEV void keep_logits(Shared& s, int lane, int tile, const float (&even)[4], const float (&odd)[4]) {
   const int row = tile * ROWS + lane / 4, request = lane % 4 * 2;
@@ -106,16 +89,41 @@ DEV void multiply(Shared& s, int lane, int tile, const uint4 (&b)[K_PAIRS], Load
   float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int k = 0; k < K_PAIRS; k++) {
-    mma16(even, load(2 * k), b[k].x, b[k].y);
-    mma16(odd, load(2 * k + 1), b[k].z, b[k].w);
+    mma(even, load(2 * k), b[k].x, b[k].y);
+    mma(odd, load(2 * k + 1), b[k].z, b[k].w);
   }
   keep_logits(s, lane, tile, even, odd);
 }
+// Fragments that pass, on their way. They take the registers that the embeddings of the other tiles need later.
+DEV void begin_passing(uint4 (&w)[DEPTH], bool any, const uint4* from, u64 policy) {
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++) w[i] = any ? load_by_policy(from + i * 32, policy) : make_uint4(0, 0, 0, 0);
+}
+// A tile that passes; `next`: this warp's tile after it, or null.
+DEV void multiply_passing(Shared& s, int lane, int tile, uint4 (&w)[DEPTH], const uint4* from, const uint4* next, u64 policy) {
+  float sum[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < FRAGMENTS; i++) {
+    const uint4 b = embedding_of(s, lane, i / 2);
+    mma(sum[i % 2], w[i % DEPTH], i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
+    if (i + DEPTH < FRAGMENTS) w[i % DEPTH] = load_by_policy(from + (i + DEPTH) * 32, policy);
+    else if (next) w[i % DEPTH] = load_by_policy(next + (i + DEPTH - FRAGMENTS) * 32, policy);
+  }
+  keep_logits(s, lane, tile, sum[0], sum[1]);
+}
 
+DEV int own_rank(const Params& p) { return RANKS > 1 ? p.rank : 0; }
 // Ends the launch on all ranks.
 DEV void give_up(const Params& p, Shared& s, int stage) {
-  tell_error(p.errors, p.rank, p.ranks, 1u + blockIdx.x * 16 + stage, 0x80000000u);
+  tell_error(p.errors, own_rank(p), RANKS, 1u + blockIdx.x * 16 + stage, 0x80000000u);
   s.failed = 1;
+}
+
+DEV bool has_come(const Params& p, Shared& s, int tile) {
+  u32 polls = 0;
+  while (!barrier_done(shared_address(&s.barriers[tile]), 0))
+    if (++polls > p.spin_limit) return false;
+  return true;
 }
 
 // One request: its base logits of a step, on their way while the step's token is still being agreed on. A thread reads
@@ -159,27 +167,27 @@ DEV void publish_best(const Params& p, Shared& s, int step, int first_row, int r
     best = other > best ? other : best;
   }
   best = __shfl_sync(~0u, best, 0) | (s.epoch & ((1u << TAG_BITS) - 1));
-  const int slot = ((step * MAX_REQUESTS + warp) * p.ranks + p.rank) * gridDim.x + blockIdx.x;
-  if (lane < p.ranks) store_system(p.inboxes[lane] + slot, best);
+  const int slot = ((step * MAX_REQUESTS + warp) * RANKS + own_rank(p)) * BLOCKS + blockIdx.x;
+  if (lane < RANKS) store_system(p.inboxes[lane] + slot, best);
   if (lane < RANK * 2 / 128) {  // a candidate's embedding is wanted soon: into L2
     const int token = (1 << INDEX_BITS) - 1 - (int)((best >> TAG_BITS) & ((1u << INDEX_BITS) - 1));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.embedding + (long long)token * (RANK * 2) + lane * 128));
+    fetch_line_into_l2(p.embedding + (long long)token * (RANK * 2) + lane * 128);
   }
 }
 // Waits for the words of all blocks of all ranks. A warp a request, some words a lane, all asked for at once.
 DEV void agree(const Params& p, Shared& s, int step) {
-  constexpr int BATCH = 9;
+  constexpr int WORDS = RANKS * BLOCKS, BATCH = (WORDS + 31) / 32 < 9 ? (WORDS + 31) / 32 : 9;
   const int lane = threadIdx.x % 32, request = threadIdx.x / 32;
   if (request >= p.requests) return;
-  const u32 mask = (1u << TAG_BITS) - 1, tag = s.epoch & mask, words = p.ranks * gridDim.x;
-  const u64* inbox = p.inboxes[p.rank] + (step * MAX_REQUESTS + request) * words + lane;
+  const u32 mask = (1u << TAG_BITS) - 1, tag = s.epoch & mask;
+  const u64* inbox = p.inboxes[own_rank(p)] + (step * MAX_REQUESTS + request) * WORDS + lane;
   u64 best = 0;
   u32 polls = 0;
   bool failed = false;
-  for (u32 from = lane; from < words && !failed; from += 32 * BATCH, inbox += 32 * BATCH) {
+  for (u32 from = lane; from < WORDS && !failed; from += 32 * BATCH, inbox += 32 * BATCH) {
     u32 missing = 0;
 #pragma unroll
-    for (int i = 0; i < BATCH; i++) missing |= (u32)(from + 32 * i < words) << i;
+    for (int i = 0; i < BATCH; i++) missing |= (u32)(from + 32 * i < WORDS) << i;
     while (missing && !failed) {
       u64 got[BATCH];
 #pragma unroll
@@ -190,7 +198,7 @@ DEV void agree(const Params& p, Shared& s, int step) {
           best = got[i] > best ? got[i] : best;
           missing &= ~(1u << i);
         }
-      failed = missing && ++polls % 64 == 0 && (polls > p.spin_limit || load_system_word(p.errors[p.rank]));
+      failed = missing && ++polls % 64 == 0 && (polls > p.spin_limit || load_system_word(p.errors[own_rank(p)]));
     }
   }
   if (failed) give_up(p, s, step);
@@ -199,29 +207,28 @@ DEV void agree(const Params& p, Shared& s, int step) {
     const u64 other = __shfl_xor_sync(~0u, best, o);
     best = other > best ? other : best;
   }
-  const int token = (1 << INDEX_BITS) - 1 - (int)((best >> TAG_BITS) & ((1u << INDEX_BITS) - 1));
-  if (lane == 0) {
-    s.tokens[request] = token;
-    if (blockIdx.x == 0) p.tokens[request * p.steps + step] = token;
-  }
+  const int found = (1 << INDEX_BITS) - 1 - (int)((best >> TAG_BITS) & ((1u << INDEX_BITS) - 1));
+  const int token = min(found, p.local_vocabulary * RANKS - 1);  // where nothing came, nothing was found
+  fetch_embedding(p, s, request, token, lane);
+  if (lane == 0 && blockIdx.x == 0) p.tokens[request * p.steps + step] = token;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const Params p) {
-  extern __shared__ __align__(128) u8 memory[];
-  u8* resident = memory;
-  Shared& s = *(Shared*)(memory + RESIDENT * TILE_BYTES);
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, block = blockIdx.x;
+  u8* resident = dynamic_shared();
+  Shared& s = *(Shared*)(resident + RESIDENT * TILE_BYTES);
+  const int thread = threadIdx.x, block = blockIdx.x;
+  int lane = thread % 32, warp = thread / 32;
   const int first = (int)((long long)p.tiles * block / gridDim.x);
   const int tiles = (int)((long long)p.tiles * (block + 1) / gridDim.x) - first;
   const int rows = max(0, min(tiles * ROWS, p.local_vocabulary - first * ROWS));
   const uint4* head = p.head + (long long)first * (TILE_BYTES / 16);
   const int others = max(0, tiles - WARPS);  // tiles that no register holds come first
-  const int kept = min(others, RESIDENT);
+  const int kept = PASSES ? min(others, RESIDENT) : others, passing = others - kept;
   if (thread == 0) {
     p.epochs[block] = s.epoch = __ldcg(p.epochs + block) + 1;
-    s.failed = load_system_word(p.errors[p.rank]) != 0;
+    s.failed = load_system_word(p.errors[own_rank(p)]) != 0;
     for (int i = 0; i < kept; i++) barrier_init(shared_address(&s.barriers[i]), 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_for_cluster();
     const u64 policy = read_once_policy();
     for (int i = 0; i < kept; i++) {
       const u32 barrier = shared_address(&s.barriers[i]);
@@ -231,7 +238,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
     }
   }
   if (thread < p.requests) {
-    s.tokens[thread] = (int)p.anchors[thread];
     s.temperatures[thread] = p.temperatures[thread];
     s.seeds[thread] = p.seeds[thread], s.positions[thread] = p.positions[thread];
   }
@@ -240,34 +246,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
   uint4 mine[2 * K_PAIRS];
 #pragma unroll
   for (int k = 0; k < 2 * K_PAIRS; k++)
-    mine[k] = own ? load_kept(head + ((others + warp) * 2 * K_PAIRS + k) * 32 + lane, once) : make_uint4(0, 0, 0, 0);
+    mine[k] = own ? load_by_policy(head + ((others + warp) * 2 * K_PAIRS + k) * 32 + lane, once) : make_uint4(0, 0, 0, 0);
+  uint4 w[DEPTH];
+  const uint4* mine_passing = head + (kept + warp) * (TILE_BYTES / 16) + lane;
+  if (PASSES && READ_AHEAD) begin_passing(w, warp < passing, mine_passing, keep);
   prefetch_base(p, first * ROWS, rows);
   copy_base(p, s, 0, first * ROWS, rows);
+  if (warp < MAX_REQUESTS) fetch_embedding(p, s, warp, warp < p.requests ? p.anchors[warp] : 0, lane);
   __syncthreads();
   for (int step = 0; step < p.steps && !s.failed; step++) {
-    uint4 b[K_PAIRS];
-    load_embeddings(p, s, lane, b);
+    forget(lane);
+    forget(warp);
+    if (PASSES && !READ_AHEAD) begin_passing(w, warp < passing, mine_passing, keep);
 #pragma unroll 1
-    for (int tile = warp; tile < others; tile += WARPS) {
-      if (RESIDENT >= NOT_RESIDENT || tile < RESIDENT) {
-        if (step == 0) {
-          const u32 barrier = shared_address(&s.barriers[tile]);
-          u32 polls = 0;
-          while (!barrier_done(barrier, 0) && polls < p.spin_limit) polls++;
-          if (polls >= p.spin_limit) give_up(p, s, COPY_STAGE);
-        }
-        const u32 from = shared_address(resident) + tile * TILE_BYTES + lane * 16;
-        multiply(s, lane, tile, b, [&](int k) { return load_shared(from + k * 512); });
-      } else {
-        const uint4* from = head + tile * (TILE_BYTES / 16) + lane;
-        multiply(s, lane, tile, b, [&](int k) { return load_kept(from + k * 32, keep); });
-      }
+    for (int n = warp; PASSES && n < passing; n += WARPS) {
+      const uint4* from = head + (kept + n) * (TILE_BYTES / 16) + lane;
+      multiply_passing(s, lane, kept + n, w, from, n + WARPS < passing ? from + WARPS * (TILE_BYTES / 16) : nullptr, keep);
+    }
+    uint4 b[K_PAIRS];
+#pragma unroll
+    for (int k = 0; k < K_PAIRS; k++) b[k] = embedding_of(s, lane, k);
+#pragma unroll 1
+    for (int tile = (warp - passing) & (WARPS - 1); tile < kept; tile += WARPS) {  // those without a last passing one first
+      if (step == 0 && !has_come(p, s, tile)) give_up(p, s, COPY_STAGE);
+      const u32 from = shared_address(resident) + tile * TILE_BYTES + lane * 16;
+      multiply(s, lane, tile, b, [&](int k) { return load_shared(from + k * 512); });
     }
     if (own) multiply(s, lane, others + warp, b, [&](int k) { return mine[k]; });
     __syncthreads();
     publish_best(p, s, step, first * ROWS, rows);
     copy_base(p, s, step + 1, first * ROWS, rows);
+    if (PASSES && READ_AHEAD) begin_passing(w, warp < passing && step + 1 < p.steps, mine_passing, keep);
     agree(p, s, step);
     __syncthreads();
   }
+  if (s.failed && thread < kept) has_come(p, s, thread);  // no copy may outlive the block
 }

@@ -5,6 +5,19 @@
 // What this thread has stored, other blocks see before what it stores or signals later.
 DEV void stores_before() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// What every step reads again stays in the L2 if it can.
+DEV u64 keep_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEV uint4 load_by_policy(const uint4* p, u64 policy) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
+  return v;
+}
+
 // ---- small floats
 
 DEV u32 fp8_pair(float low, float high) {  // two e4m3

@@ -37,7 +37,7 @@ class _Params(ctypes.Structure):
         ("base_step", ctypes.c_longlong),
         *(
             (name, ctypes.c_int)
-            for name in ("requests", "steps", "local_vocabulary", "first_token", "tiles", "rank", "ranks")
+            for name in ("requests", "steps", "local_vocabulary", "first_token", "tiles", "rank")
         ),
         ("spin_limit", ctypes.c_uint),
     )  # fmt: skip
@@ -119,7 +119,7 @@ class MarkovProposals:
             tokens.data_ptr(), None if inputs.logits_RSL is None else inputs.logits_RSL.data_ptr(),
             (ctypes.c_void_p * MAX_RANKS)(*self._inboxes, *pad), (ctypes.c_void_p * MAX_RANKS)(*self._errors, *pad),
             self.epochs.data_ptr(), inputs.base_RSL.stride(0), inputs.base_RSL.stride(1), requests, steps, local,
-            self.rank * local, plan.tiles, self.rank, plan.ranks, self.spin_limit,
+            self.rank * local, plan.tiles, self.rank, self.spin_limit,
         )  # fmt: skip
         self.function.launch(plan.blocks, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
         return tokens

@@ -23,7 +23,7 @@ class MarkovPlan:
     """A head of `vocabulary` x `rank` bfloat16, its rows split over `ranks` GPUs, for up to `requests` at a time.
 
     A block has at most `tiles_a_block` tiles of 16 rows: one in the registers of each of 16 warps, `resident` in shared
-    memory, the others read in every step.
+    memory; `passing` ones are read in every step, with `read_ahead` from before the step's token is agreed on.
     """
 
     vocabulary: int
@@ -31,6 +31,7 @@ class MarkovPlan:
     ranks: int = 1
     requests: int = 1
     blocks: int = 132
+    read_ahead: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -75,11 +76,16 @@ class MarkovPlan:
         room = SHARED_BYTES - self._fixed_bytes(0)
         return max(0, min(self.tiles_a_block - WARPS, room // (self.tile_bytes + 8)))
 
+    @property
+    def passing(self) -> int:
+        """Tiles that no place on the chip is left for."""
+        return max(0, self.tiles_a_block - WARPS - self.resident)
+
     def _fixed_bytes(self, resident: int) -> int:
         logits = self.max_requests * self.tiles_a_block * TILE_ROWS * 4
         if self.max_requests == 1:  # base logits of the next step
             logits += -(-self.tiles_a_block * TILE_ROWS // THREADS) * THREADS * 4
-        return logits + self.max_requests * (WARPS * 8 + 24) + 8 * max(resident, 1) + 64
+        return logits + self.max_requests * (WARPS * 8 + 20 + self.rank * 2 + 64) + 8 * max(resident, 1) + 64
 
     @property
     def shared_bytes(self) -> int:
@@ -103,5 +109,9 @@ class MarkovPlan:
             "MAX_TILES": self.tiles_a_block,
             "RESIDENT": self.resident,
             "MAX_REQUESTS": self.max_requests,
+            "RANKS": self.ranks,
+            "READ_AHEAD": int(self.read_ahead),
+            "SHARED_BYTES": self.shared_bytes,
             "MAX_RANKS": MAX_RANKS,
+            "BLOCKS": self.blocks,
         }
