@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import random
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -22,3 +26,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """The same random numbers for a test and the fixtures made for it, whatever ran in its process before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _log_lines_go_to_pytest() -> Iterator[None]:
+    """A handler that a test leaves behind writes to a stream that is closed by then, for all tests to come."""
+    yield
+    for name in ("lowlat", "uvicorn"):
+        assert logging.getLogger(name).propagate, "set_up_logging was called in the tests' own process"

