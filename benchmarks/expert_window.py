@@ -2,10 +2,12 @@
 
     python benchmarks/expert_window.py
 
-takes about 40 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
+takes about 60 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
 whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
 PyTorch's top-k, sort and counts between them. `products` are first and second products alone, launched early as in the
-mixture (each waits for all of the one before), for the read ceiling.
+mixture (each waits for all of the one before), for the read ceiling. Forms beside the default: `rows-first` asks for
+given experts' rows before weights, `down-ahead` brings more of down into the L2 while activations are waited for. The
+line after a window with several names the winner.
 Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of eight
 windows, divided by eight.
 """
@@ -13,12 +15,14 @@ windows, divided by eight.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from variants import fields, verdict
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
@@ -29,10 +33,19 @@ from lowlat_nvidia.deepseek_v4.experts import RoutedExperts
 from lowlat_nvidia.deepseek_v4.experts_plan import MAX_ROWS, ExpertsPlan
 
 SETS, PASSES = 4, 2
+DEFAULT = "lowlat-nvidia"
+FORMS = {
+    DEFAULT: {},
+    f"{DEFAULT} rows-first": {"rows_first": True},
+    f"{DEFAULT} down-ahead": {"down_ahead": True},
+    f"{DEFAULT} rows-first-down-ahead": {"rows_first": True, "down_ahead": True},
+}
+IN_MIXTURES = (DEFAULT, f"{DEFAULT} down-ahead")
+"""The router has the rows, too: they are there long before the experts are known."""
 
 
 class Twin:
-    """A mixture's kernels, with choice and placement by PyTorch between them."""
+    """A mixture's kernels with choice and placement by PyTorch between them, and overlapped as the library has them."""
 
     def __init__(self, mixture: RoutedExperts, x_RH: torch.Tensor) -> None:
         self.mixture, self.x_RH = mixture, x_RH
@@ -74,32 +87,44 @@ class Twin:
         """Both products alone, experts as chosen before; launched early."""
         self.mixture.products(self.parameters, torch.cuda.current_stream().cuda_stream)
 
+    def overlapped_window(self) -> None:
+        """The window as the library has it."""
+        parameters, stream = self.mixture.parameters(self.x_RH, down=False), torch.cuda.current_stream().cuda_stream
+        self.mixture.route(parameters, stream)
+        self.mixture.products(parameters, stream)
 
-def early_window(mixture: RoutedExperts, x_RH: torch.Tensor) -> None:
-    """Router to the end of the first products, overlapped."""
-    parameters, stream = mixture.parameters(x_RH, down=False), torch.cuda.current_stream().cuda_stream
-    mixture.route(parameters, stream)
-    mixture.products(parameters, stream)
+    def overlapped(self) -> None:
+        """The whole mixture as the library has it."""
+        self.mixture.run(self.x_RH)
+
+
+def compare(forms: dict[str, list[Twin]], sets: list[Any], inputs: list[torch.Tensor]) -> None:
+    """All forms, both ways, against the reference."""
+    for number, ((mixture, weights), x) in enumerate(zip(sets, inputs, strict=True)):
+        plan = mixture.plan
+        chosen = reference.choose(x.float() @ mixture.gate.float().T, mixture.bias, plan.top, plan.scaling)
+        expected = reference.routed(x, weights, *chosen, plan.limit)
+        of_set = [made[number] for made in forms.values()]
+        for run in (*(one.run for one in of_set), *(one.overlapped for one in of_set)):
+            mixture.out_RH.fill_(float("nan"))
+            run()
+            distance = ((mixture.out_RH[: len(x)] - expected).norm() / expected.norm()).item()
+            assert distance < 1e-2, f"an arm is {distance} from the reference"
+        mixture.check()
 
 
 def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling: float) -> list[Row]:
     """Rows of one number of rows."""
     inputs = [torch.randn(rows, plan.hidden, device="cuda").bfloat16() for _ in sets]
-    twins = [Twin(mixture, x) for (mixture, _), x in zip(sets, inputs, strict=True)]
-    pairs = [(mixture, x) for (mixture, _), x in zip(sets, inputs, strict=True)]
-    for twin, (mixture, weights), x in zip(twins, sets, inputs, strict=True):
-        expected = reference.routed(
-            x,
-            weights,
-            *reference.choose((x.float() @ mixture.gate.float().T), mixture.bias, plan.top, plan.scaling),
-            10,
-        )
-        for run in (twin.run, lambda mixture=mixture, x=x: mixture.run(x)):
-            mixture.out_RH.fill_(float("nan"))
-            run()
-            distance = ((mixture.out_RH[:rows] - expected).norm() / expected.norm()).item()
-            assert distance < 1e-2, f"an arm is {distance} from the reference"
-        mixture.check()
+    forms = {
+        name: [
+            Twin(mixture.with_plan(dataclasses.replace(plan, **changed)), x)
+            for (mixture, _), x in zip(sets, inputs, strict=True)
+        ]
+        for name, changed in FORMS.items()
+    }
+    twins = forms[DEFAULT]
+    compare(forms, sets, inputs)
     distinct = sum(int(twin.listed[0]) for twin in twins) / len(twins)
     first, second = distinct * plan.first_bytes, distinct * plan.second_bytes
     gate = plan.experts * plan.hidden * 2
@@ -107,18 +132,21 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
         "window": (
             first + gate,
             {
-                "lowlat-nvidia": [lambda m=m, x=x: early_window(m, x) for m, x in pairs],
+                DEFAULT: [twin.overlapped_window for twin in twins],
                 "torch-eager-graph": [twin.window for twin in twins],
             },
         ),
         "mixture": (
             first + second + gate,
             {
-                "lowlat-nvidia": [lambda m=m, x=x: m.run(x) for m, x in pairs],
+                **{name: [one.overlapped for one in forms[name]] for name in IN_MIXTURES},
                 "torch-eager-graph": [twin.run for twin in twins],
             },
         ),
-        "products": (first + second, {"lowlat-nvidia": [twin.products for twin in twins]}),
+        "products": (
+            first + second,
+            {name: [one.products for one in made] for name, made in forms.items()},
+        ),
     }
     found = []
     for name, (size, arms) in windows.items():
@@ -132,16 +160,18 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
         )
         for arm in measured.rounds:
             row = row_from_samples(
-                measured.samples(arm), workload=f"experts-{name}", arm=arm, metric="step_us", rows=rows, dtype="fp4",
-                tp=4, bytes=int(size), read_ceiling_tb_s=ceiling, details={"distinct_experts": distinct},
-                note=f"one GPU's part of TP 4; {SETS} weight sets in turn",
+                measured.samples(arm), workload=f"experts-{name}", metric="step_us", rows=rows, dtype="fp4",
+                tp=4, bytes=int(size), read_ceiling_tb_s=ceiling,
+                note=f"one GPU's part of TP 4; {SETS} weight sets in turn", **fields(arm, distinct_experts=distinct),
             )  # fmt: skip
             found.append(row)
             print(
-                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:18} {row.median:7.1f}"
+                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:35} {row.median:7.1f}"
                 f" [{row.low:.1f}, {row.high:.1f}] us, {row.ceiling_fraction:.2f} of the ceiling",
                 flush=True,
             )
+        if name != "window":
+            print(verdict({arm: measured.samples(arm) for arm in measured.rounds}), flush=True)
         for arm, error in measured.errors.items():
             print(f"   {arm} broke and is left out: {error}", flush=True)
     for mixture, _ in sets:

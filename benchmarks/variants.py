@@ -8,15 +8,17 @@ from typing import Any
 from lowlat.bench.stats import median_interval
 
 
-def fields(name: str) -> dict[str, Any]:
-    """Fields of a result's row for `ARM` or `ARM VARIANT`."""
+def fields(name: str, **details: float) -> dict[str, Any]:
+    """Fields of a result's row for `ARM` or `ARM VARIANT`, with further details."""
     arm, _, variant = name.partition(" ")
-    return {"arm": arm, "details": {"variant": variant}} if variant else {"arm": arm}
+    return {"arm": arm, "details": {**details, **({"variant": variant} if variant else {})}}
 
 
 def verdict(samples: Mapping[str, Sequence[float]], arm: str = "lowlat-nvidia") -> str:
     """A line that names the fastest of the forms of `arm`: the default must lie outside of its interval."""
     forms = {name: median_interval(times) for name, times in samples.items() if name.partition(" ")[0] == arm}
+    if arm not in forms:
+        return "   no winner: the default broke"
     default, best = forms[arm], min(forms, key=lambda name: forms[name].value)
     found = ", ".join(f"{name.partition(' ')[2] or 'default'} {form.value:.2f}" for name, form in forms.items())
     if best == arm or forms[best].high >= default.low:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -26,15 +27,20 @@ class EmulatedProducts(machine.OneAtATime):
         super().launch_early(blocks, threads, parameters, stream)
 
 
+def emulate(plan: ExpertsPlan, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    kernels = machine.Machine(machine.build(machine.EXPERTS, plan.definitions(), folder))
+    patch.setattr(experts, "compile_cubin", lambda name, definitions: (b"", ""))
+    patch.setattr(experts, "Function", lambda cubin, name, shared: EmulatedProducts(kernels, name, shared))
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["chosen by the kernel", "given"])
 def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(4)
-    kernels = machine.Machine(machine.build(machine.EXPERTS, PLAN.definitions(), tmp_path))
-    monkeypatch.setattr(experts, "compile_cubin", lambda name, definitions: (b"", ""))
-    monkeypatch.setattr(experts, "Function", lambda cubin, name, shared: EmulatedProducts(kernels, name, shared))
+    emulate(PLAN, monkeypatch, tmp_path)
     weights = experts_reference.random_experts(PLAN.experts, PLAN.hidden, PLAN.inner, "cpu")
     gate = (torch.randn(PLAN.experts, PLAN.hidden) / PLAN.hidden**0.5).bfloat16()
     mixture = experts.RoutedExperts(PLAN, gate, torch.randn(PLAN.experts) * 0.1, weights)
+    forms = [dataclasses.replace(PLAN, down_ahead=True, rows_first=given)]
     for rows in (7, 1):
         x = torch.randn(rows, PLAN.hidden).bfloat16()
         mixture.logits_RE[:rows] = x.float() @ gate.float().T
@@ -52,3 +58,10 @@ def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.Monkey
         out = (mixture.parts[:rows] * shares[..., None]).sum(1)
         expected = experts_reference.routed(x, weights, chosen, shares, PLAN.limit)
         assert ((out - expected).norm() / expected.norm()).item() < 4e-3
+        kept = mixture.parts.clone()
+        for plan in forms:
+            emulate(plan, monkeypatch, tmp_path)
+            mixture.parts.fill_(float("nan"))
+            mixture.with_plan(plan).products(mixture.parameters(x, listed), 1)
+            mixture.check()
+            assert torch.equal(mixture.parts[:rows], kept[:rows])

@@ -67,12 +67,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
   }
   wait_for_earlier_kernel();
   const u32 last = __ldcg(p.epochs + blockIdx.x);
+  if (ROWS_FIRST && p.listed) fetch_rows(p, rows, warp, lane);  // on their way while experts are looked up
   choose(p, s.choice, s.scores);
   let_next_kernel_start();
   const Work work = share_work(s.choice.count);
   const u64 policy = read_once_policy();
   if (warp < PAGES / 2 && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
-  if (p.listed) fetch_rows(p, rows, warp, lane);  // after the weights are on their way
+  if (!ROWS_FIRST && p.listed) fetch_rows(p, rows, warp, lane);  // after the weights are on their way
   if (thread == 0) p.epochs[blockIdx.x] = last + 1;
   if (blockIdx.x == 0 && !p.listed && warp < p.rows && lane < TOP) {
     p.chosen[warp * TOP + lane] = s.choice.chosen[warp][lane];
@@ -85,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
     give_registers<64>();
     finish_first(p, s, work, warp - WARPS, lane, policy, last + 1);
     if (down) named_arrive(2, THREADS);
+    if (down && warp == WARPS) fetch_second(p, s, work, lane);
     if (down && warp == WARPS) refill_second(p, s, work, lane, policy);
   } else {
     take_registers<104>();

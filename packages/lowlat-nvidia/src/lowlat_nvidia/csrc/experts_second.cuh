@@ -122,6 +122,17 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
   }
 }
 
+// One warp: tiles that the ring has no room for yet, on their way to the L2 while other blocks' activations are waited for.
+DEV void fetch_second(const Params& p, const Shared& s, const Work& work, int lane) {
+  if (!DOWN_AHEAD || lane * PAGE_TILES >= PLACES) return;
+  const int from = work.second + PLACES + lane * PAGE_TILES, end = min(from + PAGE_TILES, work.second_end);
+  for (int item = from; item < end;) {  // of one expert they lie side by side
+    const int tile = item % SECOND_TILES, count = min(end - item, SECOND_TILES - tile);
+    const long long place = (long long)s.choice.experts[item / SECOND_TILES] * SECOND_TILES + tile;
+    fetch_into_l2(p.second + place * SECOND_TILE, count * SECOND_TILE);
+    item += count;
+  }
+}
 // One warp, a lane a place: fills it again when its tile has been read.
 DEV void refill_second(const Params& p, Shared& s, const Work& work, int lane, u64 policy) {
   int n = lane + PLACES, polls = 0;

@@ -37,6 +37,10 @@ class ExpertsPlan:
     """Bound of gate and up: `swiglu_limit`."""
     scaling: float = 1.5
     multiprocessors: int = 132
+    rows_first: bool = False
+    """Where experts are given from outside: rows are asked for before weights, not behind them."""
+    down_ahead: bool = False
+    """As much of down as the ring holds is brought into the L2, behind it, while activations are waited for."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -106,4 +110,6 @@ class ExpertsPlan:
             "LIMIT": self.limit,
             "PAGES": self.pages,
             "RING": self._ring_at,
+            "ROWS_FIRST": int(self.rows_first),
+            "DOWN_AHEAD": int(self.down_ahead),
         }
