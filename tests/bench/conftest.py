@@ -24,7 +24,7 @@ class Scripted:
         self.url = f"http://127.0.0.1:{port}"
 
     def log(self):
-        with urllib.request.urlopen(f"{self.url}/script/log", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}/script/log", timeout=120) as response:
             return json.load(response)
 
 
@@ -50,5 +50,5 @@ def scripted():
     yield start
     for process in running:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait(timeout=120)
         process.stdout.close()

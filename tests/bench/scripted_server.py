@@ -2,11 +2,11 @@
 
     python tests/bench/scripted_server.py --port 8123 --ttft-ms 60 --itl-ms 10
 
-Every request gets `max_tokens` words; the first leaves `ttft` after the request was read and word n leaves at
-`ttft + n * itl`, on an absolute schedule that does not drift. With `--tokens-per-chunk` several words leave together,
-as speculation makes them. It also takes the flags by which `lowlat bench ab` tells two servers apart. A word between
-spaces counts as a token. `GET /script/log` lists, for each request in order of arrival: what was asked, when it was
-read, and when each word was written (seconds).
+Every request gets `max_tokens` words; the first leaves `ttft` after the request was read and word n leaves at `ttft + n
+* itl`, on an absolute schedule that does not drift. With `--tokens-per-chunk` several words leave together, as
+speculation makes them. With `--hold 3:9` answers of 3 tokens wait until 9 requests were read. It also takes the flags
+by which `lowlat bench ab` tells two servers apart. A word between spaces counts as a token. `GET /script/log` lists,
+for each request in order of arrival: what was asked, when it was read, and when each word was written (seconds).
 """
 
 import argparse
@@ -29,7 +29,9 @@ class Script:
         low_latency="off",
         kernels=None,
         gain=2.0,
+        hold="0:0",
     ):
+        self.held_tokens, self.held_until = map(int, hold.split(":"))
         self.low_latency = low_latency
         self.kernels = kernels
         self.ttft = ttft_ms / 1e3
@@ -96,13 +98,15 @@ async def generate(script, chat, body, writer):
         message = f"This model's maximum context length is {script.max_context} tokens, not {len(words)} + {count}"
         writer.write(reply(400, {"error": {"message": message, "code": "context_length_exceeded"}}))
         return
-    entry = {"read": read_at, "written": [], "prompt": len(words), "tokens": count}
+    entry = {"read": read_at, "due": [], "written": [], "prompt": len(words), "tokens": count}
     entry["messages"] = [m["role"] for m in body.get("messages", [])]
     entry["ignore_eos"] = body.get("ignore_eos")
     entry["first"] = " ".join(words[:12])
     script.log.append(entry)
     usage = {"prompt_tokens": len(words), "completion_tokens": count, "total_tokens": len(words) + count}
     usage["prompt_tokens_details"] = {"cached_tokens": script.cached(words)}
+    while count == script.held_tokens and len(script.log) < script.held_until:
+        await asyncio.sleep(0.005)
     start = time.perf_counter()
     if not body.get("stream"):
         await asyncio.sleep(script.ttft + script.itl * (count - 1))
@@ -120,6 +124,7 @@ async def generate(script, chat, body, writer):
     for first in range(0, count, script.tokens_per_chunk):
         size = min(script.tokens_per_chunk, count - first)
         due = start + script.ttft + first * script.itl
+        entry["due"].append(due)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         last = first + size >= count
         writer.write(chunked(piece(chat, script.model, " word" * size, "length" if last else None)))
@@ -188,6 +193,7 @@ def main():
     parser.add_argument("--low-latency", choices=["off", "auto", "require"], default="off")
     parser.add_argument("--kernels")
     parser.add_argument("--gain", type=float, default=2.0, help="factor by which --low-latency shortens the gaps")
+    parser.add_argument("--hold", default="0:0", metavar="TOKENS:REQUESTS")
     arguments = vars(parser.parse_args())
     port = arguments.pop("port")
     with contextlib.suppress(KeyboardInterrupt):

@@ -4,6 +4,8 @@ refused."""
 import json
 import os
 import pathlib
+import socket
+import struct
 import subprocess
 import sys
 import urllib.request
@@ -15,7 +17,7 @@ from lowlat.bench import ab, plots
 from lowlat.bench.commands import ab as command
 from lowlat.bench.load.records import Record
 from lowlat.bench.load.traces import Agent, Turn
-from lowlat.bench.local_server import ServerStartError, local_server
+from lowlat.bench.local_server import ServerStartError, local_server, reserved_port
 from lowlat.bench.results import Simulated, new_result
 from lowlat.bench.results import load as load_result
 
@@ -146,9 +148,35 @@ def test_sigterm_ends_the_server_too():
     server = int(outer.stdout.readline())
     assert pathlib.Path(f"/proc/{server}").exists()
     outer.terminate()
-    assert outer.wait(timeout=30) == 143
+    assert outer.wait(timeout=120) == 143
     outer.stdout.close()
     assert not pathlib.Path(f"/proc/{server}").exists()
+
+
+IP_LOCAL_PORT_RANGE = 51
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux alone")
+def test_the_port_of_a_server_that_starts_is_given_to_nobody_else():
+    with reserved_port() as port, socket.create_server(("127.0.0.1", 0)) as other:
+
+        def asks_for_any_port():
+            """A socket for which this port is the only one left."""
+            asking = socket.socket()
+            asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                asking.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port | port << 16))
+            except OSError:
+                asking.close()
+                pytest.skip("this kernel is older than 6.3")
+            return asking
+
+        with asks_for_any_port() as asking, pytest.raises(OSError, match="in use"):
+            asking.bind(("127.0.0.1", 0))
+        with asks_for_any_port() as asking, pytest.raises(OSError, match="Cannot assign"):
+            asking.connect(other.getsockname())
+        with socket.create_server(("127.0.0.1", port)) as server:
+            socket.create_connection(server.getsockname()).close()
 
 
 def test_a_server_that_does_not_start_says_why():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_simulator import make_request, solo_answer
-from server_kit import Live, live_server, wait_for
+from server_kit import PATIENCE_S, Live, live_server, wait_for
 
 from lowlat.engine.config import EngineConfig
 
@@ -18,9 +18,9 @@ PROGRAM = (sys.executable, str(Path(__file__).with_name("simulated_engine.py")))
 
 @contextlib.contextmanager
 def simulated_server(
-    shape: dict[str, Any] | None = None, *, max_batch: int = 8, watchdog_s: float = 60.0, **settings: Any
+    shape: dict[str, Any] | None = None, *, max_batch: int = 8, watchdog_s: float = PATIENCE_S, **settings: Any
 ) -> Iterator[Live]:
-    """`shape`: fields of simulated_engine.Shape; `settings`: fields of ServerSettings."""
+    """`shape`: fields of simulated_engine.Shape; `settings`: what `live_server` takes."""
     config = EngineConfig(model="fake-model", max_batch=max_batch, watchdog_s=watchdog_s)
     with live_server(shape, config=config, program=PROGRAM, **settings) as live:
         yield live

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,10 +24,10 @@ from kv_simulator import KVSimulator, make_core
 
 import lowlat_plugin
 from lowlat.engine import messages as m
+from lowlat.engine import process
 from lowlat.engine.batch import StepPlan
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
-from lowlat.engine.process import EngineLoop
 from lowlat.engine.request import RequestOutput, TokenLogprobs
 from lowlat.engine.stats import EngineStats
 
@@ -42,17 +43,24 @@ class Shape(msgspec.Struct, kw_only=True):
     step_s: float = 0.0
     width: int = 1
     """Rows of a request in a decode step: above 1, some guesses are right and some are wrong."""
+    pause_at: list[int] = []
+    """Launches, counted from 1, before which the process stands still until SIGCONT."""
+    report_s: float = 1.0
 
 
 class Device:
     """The simulator with steps that take time, and with log-probabilities."""
 
-    def __init__(self, simulator: KVSimulator, step_s: float) -> None:
+    def __init__(self, simulator: KVSimulator, shape: Shape) -> None:
         self.simulator = simulator
-        self.step_s = step_s
+        self.shape = shape
+        self.launches = 0
 
     def launch(self, plan: StepPlan) -> None:
-        time.sleep(self.step_s)
+        self.launches += 1
+        if self.launches in self.shape.pause_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(self.shape.step_s)
         self.simulator.launch(plan)
         result, _ = self.simulator.results[-1]
         result.logprobs = [
@@ -136,7 +144,8 @@ def main() -> None:
         max_context=shape.max_context,
         width=shape.width,
     )
-    core.executor = Device(simulator, shape.step_s)
+    core.executor = Device(simulator, shape)
+    process._STATS_S = shape.report_s
     events.send(
         m.encode(
             m.Ready(
@@ -155,7 +164,7 @@ def main() -> None:
         )
     )
     try:
-        EngineLoop(CheckedCore(core, simulator), commands, events).run()
+        process.EngineLoop(CheckedCore(core, simulator), commands, events).run()
     except BaseException as error:
         events.send(m.encode(m.Failed(f"{type(error).__name__}: {error}")))
         raise

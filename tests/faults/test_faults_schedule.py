@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import socket
-import threading
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +13,7 @@ import httpx
 import pytest
 from faults_kit import at_rest, simulated_server, solo, wait_for
 from kv_simulator import drain, make_core, make_request, solo_answer
+from server_kit import PATIENCE_S, Clock, stands_still
 
 CONTEXT = 128
 
@@ -67,17 +68,19 @@ def test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone(live):
 
     def run(prompt, request_id=None):
         body = {"prompt": prompt, "max_tokens": 24, "return_token_ids": True, "ignore_eos": True}
-        with httpx.Client(base_url=live.url, timeout=30) as http:
+        with httpx.Client(base_url=live.url, timeout=PATIENCE_S) as http:
             answer = http.post("/v1/completions", json=body | {"request_id": request_id}).json()
         return answer["choices"][0]["finish_reason"], answer["choices"][0]["token_ids"]
 
     def caught(name, future):
         return name in live.state.live or future.done()
 
-    aborted = 0
-    for turn in range(4):
+    aborted, turns = 0, 0
+    while turns < 4 or aborted < 3:  # a busy machine may answer before the cancel comes
+        assert turns < 100
+        turn, turns = turns % 4, turns + 1
         # The shared part differs from turn to turn, so that cancels hit prefills too.
-        prompts = [[60 + turn, *shared, 200 + n] for n in range(8)]
+        prompts = [[60 + turns, *shared, 200 + n] for n in range(8)]
         with ThreadPoolExecutor(12) as pool:
             running = [pool.submit(run, prompt, f"r{n}") for n, prompt in enumerate(prompts)]
             retries = []
@@ -95,7 +98,6 @@ def test_a44_cancels_and_retries_over_a_shared_prefix_leave_others_alone(live):
                 assert ids == expected[: len(ids)]
                 assert reason == "abort" or ids == expected
                 aborted += reason == "abort"
-    assert aborted >= 3
     assert at_rest(live)
 
 
@@ -162,56 +164,47 @@ def test_a45_equal_priorities_keep_their_order_when_the_running_set_is_full():
     assert core.scheduler.stats.preemptions > 0
 
 
-def test_a57_a_long_prefill_that_moves_stays_healthy():
-    """The watchdog's limit is far below the prefill's time, but above a step's."""
-    shape = {"max_context": 1024, "pages": 300, "chunk_tokens": 8, "step_s": 0.04}
-    with simulated_server(shape, watchdog_s=1.6) as live:
-        done = threading.Event()
-        statuses = []
-
-        def probe():
-            while not done.is_set():
-                statuses.append(httpx.get(live.url + "/ready").status_code)
-                time.sleep(0.05)
-
-        with ThreadPoolExecutor(1) as pool:
-            probing = pool.submit(probe)
-            try:
-                answer = live.complete(prompt=[70 + n % 50 for n in range(480)], max_tokens=1)
-            finally:
-                done.set()
-            probing.result()
-        assert answer["timings"]["total_s"] > 1.6
-        assert set(statuses) == {200}
-        assert len(statuses) > 5
+def test_a57_a_long_prefill_that_moves_stays_healthy(monkeypatch):
+    """The watchdog's limit is far below the prefill's time, but above a step's: time passes while the engine stands."""
+    clock = Clock()
+    monkeypatch.setattr("lowlat.engine.client.time", clock)
+    pauses = [10, 20, 30, 40]
+    shape = {"max_context": 1024, "pages": 300, "chunk_tokens": 8, "pause_at": pauses, "report_s": 0.0}
+    limits = {"watchdog_s": 5000.0, "heartbeat_timeout": 5000.0}
+    with simulated_server(shape, **limits) as live, ThreadPoolExecutor(1) as pool:
+        engine = live.state.engine
+        answer = pool.submit(live.complete, prompt=[70 + n % 50 for n in range(480)], max_tokens=1)
+        for _ in pauses:
+            wait_for(lambda: stands_still(engine.pid) and engine.health().progress_age_s < 1000)
+            clock.skip(3000)
+            time.sleep(0.3)  # the watchdog looks
+            assert httpx.get(live.url + "/ready").status_code == 200
+            os.kill(engine.pid, signal.SIGCONT)
+        assert answer.result()["usage"]["completion_tokens"] == 1
+        assert engine.restarts == 0
 
 
-def test_a58_gauges_and_counters_agree_after_all_clients_left(live):
-    host, port = live.url.removeprefix("http://").split(":")
-    names = (
-        'lowlat_sequences_total{finish_reason="abort"}',
-        "lowlat_request_seconds_count",
-        "lowlat_queue_seconds_count",
-    )
-    before = [live.metric(name) for name in names]
-    body = b'{"prompt": "abc", "max_tokens": 100, "stream": true, "ignore_eos": true}'
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    sockets = [socket.create_connection((host, int(port))) for _ in range(40)]
-    for one in sockets:
-        one.sendall(head + body)
-    wait_for(lambda: len(live.state.live) > 30)
-    for one in sockets:
-        one.close()
-    wait_for(lambda: live.metric("lowlat_request_seconds_count") == before[1] + 40)
-    assert at_rest(live)
-    assert live.metric("lowlat_running_sequences") == live.metric("lowlat_waiting_sequences") == 0
-    assert live.metric('lowlat_kv_pages{state="held"}') == 0
-    ended, *counts = [live.metric(name) - earlier for name, earlier in zip(names, before, strict=True)]
-    assert counts == [40, 40]
-    assert ended >= 30
-    # Tokens that the engine made and no answer holds any more are in its own counter alone.
-    assert live.metric("lowlat_completion_tokens_total") <= live.metric("lowlat_generated_tokens_total")
-    assert live.complete(prompt=[70, 71], max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
+@pytest.mark.parametrize("width", [1, 4])
+def test_a58_gauges_and_counters_agree_after_all_clients_left(width):
+    """They leave in the middle of their answers, while the engine stands still."""
+    shape = {"max_context": CONTEXT, "chunk_tokens": 8, "pages": 90, "width": width, "pause_at": [15]}
+    with simulated_server(shape) as live:
+        body = {"prompt": "abc", "max_tokens": 100, "stream": True, "ignore_eos": True}
+        sockets = [live.send("/v1/completions", **body) for _ in range(40)]
+        wait_for(lambda: len(live.state.live) == 40 and stands_still(live.state.engine.pid))
+        for one in sockets:
+            one.close()
+        wait_for(lambda: live.metric("lowlat_request_seconds_count") == 40)
+        os.kill(live.state.engine.pid, signal.SIGCONT)
+        assert at_rest(live)
+        assert live.metric("lowlat_running_sequences") == live.metric("lowlat_waiting_sequences") == 0
+        assert live.metric('lowlat_kv_pages{state="held"}') == 0
+        assert live.metric('lowlat_sequences_total{finish_reason="abort"}') == 40
+        assert live.metric("lowlat_queue_seconds_count") == 40
+        # Tokens that the engine made and no answer holds any more are in its own counter alone.
+        assert live.metric("lowlat_generated_tokens_total") > 8
+        assert live.metric("lowlat_completion_tokens_total") <= live.metric("lowlat_generated_tokens_total")
+        assert live.complete(prompt=[70, 71], max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -78,12 +78,17 @@ def held(after: int = 5) -> dict[str, Any]:
     return {"cache_salt": json.dumps({"hold_after": after})}
 
 
+def stands_still(pid: int) -> bool:
+    """Whether a process was stopped by a signal and waits for SIGCONT."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 @contextlib.contextmanager
 def standing_still(pid: int) -> Iterator[None]:
     """A process that does nothing inside the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        wait_for(lambda: stands_still(pid))
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -23,12 +23,19 @@ class ServerStartError(RuntimeError):
     """The server did not become ready; the text ends with the last lines it said."""
 
 
-def free_port() -> int:
-    """A port of localhost that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of localhost that Linux gives to nobody who asks for any port, until the block ends.
+
+    A server that allows its address to be reused (SO_REUSEADDR), as servers do, can listen on it inside the block.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        if sys.platform != "linux":  # elsewhere nobody else could listen on it
+            holder.close()
+        yield port
 
 
 class LocalServer:
@@ -43,7 +50,7 @@ class LocalServer:
     def low_latency_steps(self) -> dict[str, float]:
         """Steps by path (`plugin`, `general`) since the start; empty where the server counts none."""
         found: dict[str, float] = {}
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             for line in response.read().decode().splitlines():
                 if line.startswith("lowlat_low_latency_steps_total{"):
                     labels, _, value = line.rpartition(" ")
@@ -129,8 +136,7 @@ class _Starting:
 
 @contextlib.contextmanager
 def _started(arguments: Sequence[str], command: Sequence[str]) -> Iterator[_Starting]:
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="lowlat-bench-") as folder:
+    with reserved_port() as port, tempfile.TemporaryDirectory(prefix="lowlat-bench-") as folder:
         log = pathlib.Path(folder) / "server.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
