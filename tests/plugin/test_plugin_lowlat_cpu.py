@@ -36,6 +36,7 @@ def packed(variant: str, kind: int, shape: tuple[int, int], seed: int = 0):
 
 def test_variants_of_this_machine_are_found():
     assert VARIANTS[-1] == "portable"
+    assert VARIANTS == tuple(name for name in native.INSTRUCTION_SETS if name in VARIANTS), "the fastest first"
     with pytest.raises(ValueError, match="usable"):
         native.load("avx1024")
 
@@ -61,6 +62,26 @@ def test_products_equal_a_float64_reference_at_every_width(variant, kind, shape)
         assert np.array_equal(shared, y), "the bits depend on the number of threads"
     assert all(np.array_equal(alone[0], row) for row in alone), "a row's bits depend on the width"
     assert len(kept) == matrix.nbytes()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", [gguf.Q4_1, gguf.Q8_0])
+def test_rows_of_any_size_are_multiplied_and_what_is_not_finite_is_seen(variant, kind):
+    library, matrix, _kept, dense = packed(variant, kind, (40, 96))
+    x = np.random.default_rng(1).standard_normal((8, 96)).astype(np.float32)
+    sizes = np.array([1, 0, 1e-41, 1e-30, 1e30, 2**22 - 1, 1, 1], np.float32)
+    x *= sizes[:, None]
+    x[5] = np.where(x[5] > 0, sizes[5], -sizes[5])  # the largest whole numbers, all of them
+    x[6, 40] = np.inf
+    x[7, 70] = np.nan
+    y = np.full((8, 48), np.nan, np.float32)
+    library.multiply(ctypes.byref(matrix), x.ctypes.data, y.ctypes.data, 8, 1)
+    exact = x[:6].astype(np.float64) @ dense.astype(np.float64).T
+    scale = np.abs(x[:6]).astype(np.float64) @ np.abs(dense).astype(np.float64).T
+    assert (np.abs(y[:6, :40] - exact) <= 4e-6 * scale + 2.0**-118).all(), "smaller numbers than 2^-122 may be 0"
+    for row, column in ((6, 40), (7, 70)):
+        reached = dense[:, column] != 0
+        assert not np.isfinite(y[row, :40][reached]).any()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -2,10 +2,12 @@
 //
 // The structs are mirrored in native.py. All pointers are host memory; strides count elements.
 
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "attention.h"
-#include "matrix.h"
+#include "products.h"
 
 namespace {
 
@@ -36,7 +38,7 @@ struct Step {
 
 // Buffers of one step, carved from the workspace; every row is padded to whole vectors.
 struct Buffers {
-    float *x, *normed, *query, *key, *value, *mixed, *gate, *up, *logits, *cosines, *sines, *scores;
+    float *x, *normed, *query, *key, *value, *mixed, *gate, *up, *logits, *cosines, *sines, *scores, *pieces;
     int64_t* offsets;  // [rows][longest]: where each entry that a row sees lies in a pool
     size_t hidden, query_width, kv_width, inner, vocabulary, half, longest, floats;
 };
@@ -68,6 +70,8 @@ Buffers carve(const Model& model, int rows, float* base, size_t longest) {
     b.sines = take(b.half);
     b.logits = take(b.vocabulary);
     b.scores = take(b.longest * model.heads);
+    const size_t widest = std::max(b.inner, std::max(b.hidden, b.query_width));
+    b.pieces = take((widest + kBlock - 1) / kBlock * Input::kFloatsPerBlock);
     b.offsets = reinterpret_cast<int64_t*>(take(2 * b.longest));
     return b;
 }
@@ -132,13 +136,15 @@ void attention(const Model& model, const Step& step, int index, const Buffers& b
 }
 
 void mlp(const Model& model, const Layer& layer, int rows, const Buffers& b) {
-    multiply(layer.gate, b.normed, b.hidden, b.gate, b.inner, rows, model.threads);
-    multiply(layer.up, b.normed, b.hidden, b.up, b.inner, rows, model.threads);
+    Input normed{b.normed, b.hidden, rows, b.pieces};
+    multiply(layer.gate, normed, b.gate, b.inner, model.threads);
+    multiply(layer.up, normed, b.up, b.inner, model.threads);
     for (size_t i = 0; i < b.inner * rows; i += kLanes) {
         Floats gate = load<Floats>(b.gate + i);
         store(b.gate + i, gate / (1.0f + exponential(-gate)) * load<Floats>(b.up + i));
     }
-    multiply(layer.down, b.gate, b.inner, b.normed, b.hidden, rows, model.threads);
+    Input gated{b.gate, b.inner, rows, b.pieces};
+    multiply(layer.down, gated, b.normed, b.hidden, model.threads);
 }
 
 void add(float* x, const float* y, size_t n) {
@@ -150,11 +156,13 @@ void one_layer(const Model& model, const Step& step, int index, const Buffers& b
     const int rows = step.rows, threads = model.threads;
     for (int r = 0; r < rows; ++r)
         normalise(b.x + r * b.hidden, layer.attention_norm, model.hidden, model.epsilon, b.normed + r * b.hidden);
-    multiply(layer.query, b.normed, b.hidden, b.query, b.query_width, rows, threads);
-    multiply(layer.key, b.normed, b.hidden, b.key, b.kv_width, rows, threads);
-    multiply(layer.value, b.normed, b.hidden, b.value, b.kv_width, rows, threads);
+    Input normed{b.normed, b.hidden, rows, b.pieces};
+    multiply(layer.query, normed, b.query, b.query_width, threads);
+    multiply(layer.key, normed, b.key, b.kv_width, threads);
+    multiply(layer.value, normed, b.value, b.kv_width, threads);
     attention(model, step, index, b);
-    multiply(layer.output, b.mixed, b.query_width, b.normed, b.hidden, rows, threads);
+    Input mixed{b.mixed, b.query_width, rows, b.pieces};
+    multiply(layer.output, mixed, b.normed, b.hidden, threads);
     add(b.x, b.normed, b.hidden * rows);
     for (int r = 0; r < rows; ++r)
         normalise(b.x + r * b.hidden, layer.mlp_norm, model.hidden, model.epsilon, b.normed + r * b.hidden);
@@ -210,7 +218,8 @@ LOWLAT_CPU_API void lowlat_cpu_step(const Model* model, const Step* step, int64_
     }
     for (int r = 0; r < step->rows; ++r)
         normalise(b.x + r * b.hidden, model->final_norm, model->hidden, model->epsilon, b.normed + r * b.hidden);
-    multiply(model->head, b.normed, b.hidden, b.logits, b.vocabulary, step->rows, model->threads);
+    Input normed{b.normed, b.hidden, step->rows, b.pieces};
+    multiply(model->head, normed, b.logits, b.vocabulary, model->threads);
     for (int r = 0; r < step->rows; ++r)
         std::memcpy(step->logits + r * step->logits_stride, b.logits + r * b.vocabulary,
                     model->vocabulary * sizeof(float));
@@ -221,7 +230,9 @@ LOWLAT_CPU_API void lowlat_cpu_interleave(const uint8_t* from, const int64_t* or
 }
 
 LOWLAT_CPU_API void lowlat_cpu_multiply(const Matrix* w, const float* x, float* y, int rows, int threads) {
-    multiply(*w, x, w->columns, y, w->padded(), rows, threads);
+    std::vector<float> room(rows * (w->columns / kBlock) * Input::kFloatsPerBlock);
+    Input in{x, size_t(w->columns), rows, room.data()};
+    multiply(*w, in, y, w->padded(), threads);
 }
 
 LOWLAT_CPU_API void lowlat_cpu_read_row(const Matrix* w, int row, float* out) { read_row(*w, row, out); }
@@ -233,6 +244,8 @@ LOWLAT_CPU_API void lowlat_cpu_exponential(const float* x, float* out, int64_t n
 // Whether this machine can run the code compiled for an instruction set.
 LOWLAT_CPU_API int lowlat_cpu_supports(const char* name) {
 #if defined(__x86_64__)
+    if (!std::strcmp(name, "avx512vnni"))
+        return __builtin_cpu_supports("avx512vnni") && lowlat_cpu_supports("avx512");
     if (!std::strcmp(name, "avx512"))
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");

@@ -14,7 +14,7 @@ import numpy as np
 Q4_1, Q8_0 = 0, 1
 LANES = 16
 MOST_ROWS = 8
-INSTRUCTION_SETS = ("avx512", "avx2", "portable")
+INSTRUCTION_SETS = ("avx512vnni", "avx512", "avx2", "portable")
 _POINTER = c.c_void_p
 
 
