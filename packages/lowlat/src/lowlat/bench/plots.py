@@ -5,6 +5,7 @@ Needs the extra `lowlat[bench]` (matplotlib), which is imported when the first p
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
@@ -13,18 +14,23 @@ from typing import Any
 from lowlat.bench.results import Result, Row
 
 
+def check_matplotlib() -> None:
+    """Raise ImportError with the cure where nothing can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("plots need matplotlib: pip install 'matplotlib>=3.9' (it is in the extra lowlat[bench])")
+
+
 def _figure(title: str, x_label: str, y_label: str) -> tuple[Any, Any]:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'lowlat[bench]'") from error
+    check_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     # identical results give identical files
     matplotlib.rcParams["svg.hashsalt"] = "lowlat"
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.0, 4.4), layout="constrained")
-    axes.set_title(title, fontsize=11)
+    axes.set_title(title.replace("$", r"\$"), fontsize=11)  # a name is no formula
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(True, which="both", alpha=0.25)
@@ -50,10 +56,16 @@ def _by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return arms
 
 
-def _caption(result: Result) -> str:
+def caption(result: Result) -> str:
+    """The line under a plot's title: machine and date, what was simulated, and whether the run ended early."""
     machine = result.machine
     where = f"{machine.gpus} × {machine.gpu}" if machine.gpus else machine.cpu
-    return f"{where}, {result.date[:10]}" + (", random weights" if result.simulated.weights else "")
+    said = {
+        "random weights": result.simulated.weights,
+        "simulated acceptance": result.simulated.acceptance,
+        "incomplete": bool(result.incomplete),
+    }
+    return ", ".join([where, result.date[:10], *(words for words, true in said.items() if true)])
 
 
 def _lines(result: Result, x_field: str, x_label: str, folder: pathlib.Path) -> list[pathlib.Path]:
@@ -67,7 +79,7 @@ def _lines(result: Result, x_field: str, x_label: str, folder: pathlib.Path) -> 
     for (workload, tp, dtype, fixed), rows in sorted(groups.items()):
         if len({getattr(row, x_field) for row in rows}) < 2:
             continue
-        title = f"{workload}, {dtype}, TP{tp}, {other} {fixed}\n{_caption(result)}"
+        title = f"{workload}, {dtype}, TP{tp}, {other} {fixed}\n{caption(result)}"
         figure, axes = _figure(title, x_label, "step, us")
         for arm, found in _by_arm(rows).items():
             found.sort(key=lambda row: getattr(row, x_field))
@@ -88,7 +100,7 @@ def roofline(result: Result, folder: pathlib.Path) -> list[pathlib.Path]:
     rows = [row for row in result.rows if row.metric in ("step_us", "layer_us") and row.bytes]
     if not rows or not result.read_ceiling_tb_s:
         return []
-    title = f"Time against bytes of a step\n{_caption(result)}"
+    title = f"Time against bytes of a step\n{caption(result)}"
     figure, axes = _figure(title, "bytes a step must read, GB", "step, us")
     sizes = sorted({row.bytes or 0 for row in rows})
     span = [sizes[0] / 1.6, sizes[-1] * 1.6]
@@ -117,7 +129,7 @@ def user_against_total(result: Result, folder: pathlib.Path) -> list[pathlib.Pat
         here = [key for key in both if key[0] == workload]
         if len(here) < 2:
             continue
-        title = f"{workload}\n{_caption(result)}"
+        title = f"{workload}\n{caption(result)}"
         figure, axes = _figure(title, "tokens/s of one user (median)", "tokens/s in all")
         for arm in dict.fromkeys(key[1] for key in here):
             keys = [key for key in here if key[1] == arm]

@@ -88,6 +88,12 @@ V41_NAMES = (DEEPSEEK_V41, f"{DEEPSEEK_V41}-tiny")
 
 MODEL_NAMES = (*PRESETS, *V41_NAMES)
 
+TITLES = {
+    "llama-1b": "Llama-3.2-1B", "qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B", "qwen3-8b": "Qwen3-8B",
+    "smollm2": "SmolLM2-135M", DEEPSEEK_V41: "DeepSeek-V4.1-Flash",
+}  # fmt: skip
+"""What readers call the shapes, in the order of tables."""
+
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 """Their step is also written out here, for other arms than lowlat's."""

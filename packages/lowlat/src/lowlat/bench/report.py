@@ -62,6 +62,18 @@ def number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
+def escaped(text: str) -> str:
+    """Text on one line of Markdown, in a table or a link too, with nothing in it taken for markup."""
+    return re.sub(r"[\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
+
+
+def code(text: str) -> str:
+    """Text as code on one line, whatever backticks are in it."""
+    flat = " ".join(text.splitlines())
+    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
+    return f"{fence} {flat} {fence}" if "`" in flat else f"`{flat}`"
+
+
 def cell(row: Row) -> str:
     """A value with its interval, the fraction of the read ceiling, and its note as a footnote mark."""
     text = f"{number(row.median)} ({number(row.low)}–{number(row.high)})" if row.low < row.high else number(row.median)
@@ -83,7 +95,7 @@ def _constant(shapes: Sequence[Shape]) -> str:
     usual = {"region": "", "tp": 1, "concurrency": 1, "rows": 1, "context": 0, "width": 0, "draft": "", "dtype": ""}
     first = shapes[0]
     shared = [
-        f"{name} {getattr(first, name)}"
+        f"{name} {escaped(str(getattr(first, name)))}"
         for name in usual
         if len({getattr(s, name) for s in shapes}) == 1 and getattr(first, name) != usual[name]
     ]
@@ -99,17 +111,19 @@ def metric_table(rows: Sequence[Row]) -> str:
     shapes = sorted({shape for shape, _ in by_place})
     columns = _varying(shapes)
     lines = [
-        "| " + " | ".join([*columns, *arms]) + " |",
+        "| " + " | ".join([*columns, *map(escaped, arms)]) + " |",
         "| " + " | ".join(["---"] * len(columns) + ["---:"] * len(arms)) + " |",
     ]
     for shape in shapes:
         # Rows that differ in nothing but their notes (a temperature, say) each get a line.
         for found in itertools.zip_longest(*(by_place.get((shape, arm), []) for arm in arms)):
-            cells = [str(getattr(shape, name)) for name in columns] + [cell(row) if row else "" for row in found]
+            cells = [escaped(str(getattr(shape, name))) for name in columns] + [
+                cell(row) if row else "" for row in found
+            ]
             lines.append("| " + " | ".join(cells) + " |")
     constant = _constant(shapes)
     title = UNITS.get(rows[0].metric, rows[0].metric)
-    notes = list(dict.fromkeys(f"{row.arm}: {row.note}" for row in rows if row.note))
+    notes = list(dict.fromkeys(escaped(f"{row.arm}: {row.note}") for row in rows if row.note))
     text = [f"**{title}**" + (f" ({constant})" if constant else ""), "", *lines]
     if notes:
         text += ["", *(f"- {note}" for note in notes)]
@@ -125,10 +139,10 @@ def provenance(result: Result, *, weights_said: bool = True) -> str:
     weights = ("random weights" if result.simulated.weights else "real weights") if weights_said else "weights not said"
     acceptance = " and simulated acceptance" if result.simulated.acceptance else ""
     ceiling = f" Read ceiling in this run: {result.read_ceiling_tb_s:g} TB/s." if result.read_ceiling_tb_s else ""
-    tree = f", tree `{result.tree}`" if result.dirty else ""
+    tree = f", tree {code(result.tree)}" if result.dirty else ""
     return (
-        f"{where}; {versions}; {result.date[:10]}, commit `{result.commit[:10]}`{tree}; "
-        f"{weights}{acceptance}.{ceiling} `{result.command}`"
+        f"{escaped(where)}; {escaped(versions)}; {result.date[:10]}, commit {code(result.commit[:10])}{tree}; "
+        f"{weights}{acceptance}.{ceiling} {code(result.command)}"
     )
 
 
@@ -148,7 +162,8 @@ def result_section(result: Result, *, weights_said: bool = True) -> str:
         return ""
     heading = f'<a id="{result_anchor(result)}"></a>\n\n## {result.name}'
     said = provenance(result, weights_said=weights_said)
-    return "\n\n".join([heading, *tables, f"Medians with bootstrap 95 % intervals. {said}"])
+    early = [f"**Incomplete**: {escaped(result.incomplete)}."] if result.incomplete else []
+    return "\n\n".join([heading, *early, *tables, f"Medians with bootstrap 95 % intervals. {said}"])
 
 
 def newest(results: Iterable[tuple[pathlib.Path, Result]]) -> list[Result]:

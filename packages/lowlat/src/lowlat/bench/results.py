@@ -13,6 +13,7 @@ import datetime
 import math
 import pathlib
 import re
+import tempfile
 from collections.abc import Sequence
 
 import msgspec
@@ -98,6 +99,8 @@ class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     simulated: Simulated
     read_ceiling_tb_s: float | None = None
     """Pure read bandwidth measured in this run, in TB/s; None where the benchmark says nothing about bytes."""
+    incomplete: str = ""
+    """Why the run ended before it had measured all that was asked for; empty where it measured all."""
     rows: list[Row] = []
 
 
@@ -178,6 +181,11 @@ def row_from_samples(
 def known_arm(arm: str) -> bool:
     """Whether `arm` may stand in a result."""
     return arm in ARMS or bool(re.fullmatch(r"plugin:[a-z0-9][a-z0-9._-]*", arm))
+
+
+def library_arm(kernels: str) -> str:
+    """What results call the arm of a kernel library."""
+    return kernels if known_arm(kernels) else f"plugin:{kernels}"
 
 
 def _row_problems(row: Row, where: str) -> list[Problem]:
@@ -275,17 +283,34 @@ def default_directory() -> pathlib.Path:
     return (repository_root() or pathlib.Path.cwd()) / "benchmarks" / "results"
 
 
+def check_folder(directory: str | pathlib.Path | None = None) -> pathlib.Path:
+    """The folder of results (default: benchmarks/results), made where it is missing: to be called before measuring.
+
+    Raises ValueError naming the cause where no file can be written there.
+    """
+    folder = pathlib.Path(directory) if directory is not None else default_directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except FileExistsError as error:
+        raise ValueError(f"{folder} is a file: results need a folder") from error
+    except OSError as error:
+        raise ValueError(f"results cannot be written into {folder}: {error.strerror or error}") from error
+    return folder
+
+
 def save(
     result: Result, directory: str | pathlib.Path | None = None, *, over: pathlib.Path | None = None
 ) -> pathlib.Path:
     """Check `result` and write it into `directory` (default: benchmarks/results); returns the path.
 
     Never overwrites: a second run of a day gets `-2` before `.json`. `over`: an earlier state of this result, whose
-    place it takes; that stays whole where writing fails. Raises ResultError where it may not be quoted.
+    place it takes; that stays whole where writing fails. Raises ResultError where it may not be quoted, and ValueError
+    where nothing can be written into the folder.
     """
     check(result, f"result {result.name!r}")
-    folder = pathlib.Path(directory) if directory is not None else default_directory()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = check_folder(directory)
     stem = file_name(result).removesuffix(".json")
     text = msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
     if over is not None:

@@ -1,0 +1,187 @@
+"""Reports: tables that are current and that no name breaks, plots that say what was simulated."""
+
+import re
+
+import msgspec
+import pytest
+from result_kit import machine, result, row
+
+from lowlat.bench import plots, readme, report
+from lowlat.bench.results import METRICS, Simulated, save
+
+
+def test_tables_hold_values_intervals_fractions_and_provenance():
+    text = report.result_section(
+        result(
+            row("lowlat-nvidia", 650.0, bytes=2_505_000_000, ceiling_fraction=0.857, note="one launch"),
+            row("torch-compile", 1142.0),
+            row("lowlat-nvidia", 700.0, rows=8),
+        )
+    )
+    assert "| workload | rows | lowlat-nvidia | torch-compile |" in text
+    assert "650.0 (643.5–656.5), 86% of ceiling" in text
+    assert "- lowlat-nvidia: one launch" in text
+    for part in (
+        "NVIDIA H200",
+        "580.1",
+        "abcdef0123",
+        "random weights",
+        "4.5 TB/s",
+        "`lowlat bench step`",
+        "2026-12-01",
+    ):
+        assert part in text
+    assert text.count("| llama-1b | 8 | 700.0") == 1
+
+
+def test_every_metric_has_a_title():
+    assert set(report.UNITS) == METRICS
+
+
+def test_a_growing_result_is_whole_where_writing_fails(tmp_path, monkeypatch):
+    from lowlat.bench import results
+
+    kept = save(result(row("general", 1.0)), tmp_path)
+    assert save(result(row("general", 2.0)), tmp_path, over=kept) == kept
+    assert results.load(kept).rows[0].median == 2.0
+
+    def full(self, text):
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    for over in (kept, None):
+        with pytest.raises(OSError, match="no space"):
+            save(result(row("general", 3.0)), tmp_path, over=over)
+    assert [path.name for path in tmp_path.iterdir()] == [kept.name]
+    assert results.load(kept).rows[0].median == 2.0
+
+
+def test_impossible_values_are_refused(tmp_path):
+    from lowlat.bench.results import ResultError
+
+    for bad in (
+        row("general", 1.0, metric="tokens_per_s_user", concurrency=-1),
+        row("general", 0.0),
+        row("general", -5.0, metric="goodput", spread=-0.1),
+        row("general", 1.0, ceiling_fraction=-1.0, bytes=5),
+    ):
+        with pytest.raises(ResultError, match="impossible"):
+            save(result(bad), tmp_path)
+
+
+def test_newest_result_of_a_name_and_machine_wins(tmp_path):
+    old = save(result(row("general", 2.0), date="2026-11-01T00:00:00Z"), tmp_path)
+    new = save(result(row("general", 1.0)), tmp_path)
+    other = save(result(row("general", 3.0), name="other"), tmp_path)
+    from lowlat.bench.results import load_all
+
+    found = load_all(tmp_path)
+    assert {path for path, _ in found} == {old, new, other}
+    assert [r.rows[0].median for r in report.newest(found)] == [1.0, 3.0]
+
+
+def test_rows_of_one_shape_are_all_shown():
+    text = report.metric_table([row("general", 1000.0), row("general", 2000.0), row("other", 3000.0)])
+    assert all(value in text for value in ("1000", "2000", "3000"))
+
+
+def test_committed_results_are_all_quotable():
+    from lowlat.bench.results import default_directory, load_all
+
+    files = list(default_directory().glob("*.json"))
+    assert len(load_all()) == len(files)
+
+
+def test_plots_are_drawn_from_points_and_repeat(tmp_path):
+    steps = [
+        row(arm, 600.0 * rows * factor, rows=rows, context=context, bytes=rows * 10**9, ceiling_fraction=0.5)
+        for arm, factor in (("general", 1.0), ("vllm", 1.3))
+        for rows in (1, 2, 8)
+        for context in (1024, 8192)
+    ]
+    speeds = [
+        row("general", value, metric=metric, concurrency=users, workload="8k1k")
+        for users, one, total in ((1, 100, 100), (4, 80, 320))
+        for metric, value in (("tokens_per_s_user", one), ("tokens_per_s_total", total))
+    ]
+    written = plots.draw_all([result(*steps, *speeds)], tmp_path / "a")
+    names = {path.name for path in written}
+    assert {name for name in names if name.endswith(".svg")} == {
+        "dense-step-llama-1b-context1024-against-rows.svg", "dense-step-llama-1b-context8192-against-rows.svg",
+        "dense-step-llama-1b-rows1-against-context.svg", "dense-step-llama-1b-rows2-against-context.svg",
+        "dense-step-llama-1b-rows8-against-context.svg", "dense-step-roofline.svg",
+        "dense-step-8k1k-user-against-total.svg",
+    }  # fmt: skip
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in written if path.suffix == ".png")
+    svg = (tmp_path / "a" / "dense-step-roofline.svg").read_bytes()
+    plots.draw_all([result(*steps)], tmp_path / "b")
+    assert (tmp_path / "b" / "dense-step-roofline.svg").read_bytes() == svg
+
+
+NASTY = "a|b `c` [d](e) <b>f</b> *g* _h_ i_j &amp; \\| $k$\nl"
+SAFE = r"a\|b \`c\` \[d\](e) \<b\>f\</b\> \*g\* \_h\_ i_j \&amp; \\\| $k$ l"
+
+
+def test_no_name_breaks_a_table_a_link_or_the_page(tmp_path):
+    odd = result(
+        row("general", 1000.0, workload=NASTY, note=NASTY), row("general", 2.0, workload=NASTY, rows=8),
+        row("general", 3.0, workload="plain"), machine=machine(triton="x"),
+    )  # fmt: skip
+    odd.machine.gpu, odd.command, odd.incomplete = "GPU | <i>", "lowlat bench step --model '`x`'", NASTY
+    page = report.full_report([(tmp_path, odd)])
+    assert f"| {SAFE} | 1 | 1000 (990.0–1010) |" in page
+    assert f"- general: {SAFE}" in page
+    assert f"**Incomplete**: {SAFE}." in page
+    assert r"1 × GPU \| \<i\>, driver" in page
+    assert "`` lowlat bench step --model '`x`' ``" in page
+    odd.name = "step-odd"
+    (line,) = (line for line in readme.performance_block([(tmp_path, odd)]).splitlines() if r"a\|" in line)
+    assert line.startswith(
+        f"| [{SAFE}](docs/results.md#step-odd-1x-gpu-i) | 1,024 | 1 × GPU \\| \\<i\\> | random, incomplete run |"
+    )
+    # cells are told apart by bars that no backslash precedes
+    cells = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", text)) for text in page.splitlines() if text.startswith("|")]
+    assert len(set(cells[:4])) == 1, "every line of the table has as many cells as its head"
+
+
+def test_what_needs_no_care_is_left_alone():
+    for text in ("8192 in, 1024 out, 1 users: tokens_per_s_user", "1 × NVIDIA H200 (R) #1 ~", "torch.compile, fp8+fp4"):
+        assert report.escaped(text).replace("\\~", "~") == text
+    assert report.code("lowlat bench step") == "`lowlat bench step`"
+
+
+def drawn_titles(monkeypatch, *results, folder):
+    titles = []
+    draw = plots._figure
+
+    def figure(title, *labels):
+        titles.append(title)
+        return draw(title, *labels)
+
+    monkeypatch.setattr(plots, "_figure", figure)
+    plots.draw_all(results, folder)
+    return titles
+
+
+@pytest.mark.parametrize(
+    ("simulated", "said"),
+    [
+        (Simulated(weights=True, acceptance=True), "1 × NVIDIA H200, 2026-12-01, random weights, simulated acceptance"),
+        (Simulated(weights=True), "1 × NVIDIA H200, 2026-12-01, random weights"),
+        (Simulated(weights=False, acceptance=True), "1 × NVIDIA H200, 2026-12-01, simulated acceptance"),
+        (Simulated(weights=False), "1 × NVIDIA H200, 2026-12-01"),
+    ],
+)
+def test_every_plot_says_what_was_simulated(monkeypatch, tmp_path, simulated, said):
+    steps = [row("general", 600.0 * n, rows=n, context=c, bytes=n * 10**9) for n in (1, 2) for c in (1, 2)]
+    speeds = [
+        row("general", 10.0, metric=metric, concurrency=users, workload="8k1k costs $5")
+        for users in (1, 4)
+        for metric in ("tokens_per_s_user", "tokens_per_s_total")
+    ]
+    one = msgspec.structs.replace(result(*steps, *speeds), simulated=simulated)
+    titles = drawn_titles(monkeypatch, one, folder=tmp_path)
+    assert len(titles) == 6, "rows, contexts (two each), roofline, users"
+    assert {title.partition("\n")[2] for title in titles} == {said}
+    early = msgspec.structs.replace(one, incomplete="interrupted")
+    assert plots.caption(early) == f"{said}, incomplete"
