@@ -94,7 +94,6 @@ def test_serve_and_replay_against_the_scripted_server(scripted, tmp_path):
         (("step", "--model", "tiny", "--arms", "general,magic"), "no arm"),
         (("step", "--model", "tiny", "--arms", ","), "names no arm"),
         (("step", "--model", "tiny", "--dtype", "int4"), "--dtype"),
-        (("step", "--model", "tiny", "--ceiling-gb", "0"), "--ceiling-gb"),
         (("step", "--model", "tiny", "--model-folder", "/nonexistent"), "--model-folder"),
         (("step", "--model", "smollm2,tiny", "--context", "5000"), "tiny holds 4096"),
         (("serve", "--url", "http://127.0.0.1:9"), "does not list models"),

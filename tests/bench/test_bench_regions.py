@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from lowlat.bench import random_v41, regions
-from lowlat.bench.arms.base import StepCase
+from lowlat.bench import plots, random_v41, regions
+from lowlat.bench.arms.base import ArmUnavailableError, StepCase
 from lowlat.bench.presets import PRESETS
 from lowlat.bench.region_arms import build_region_arm
 from lowlat.bench.region_recorder import RegionRecorder
+from lowlat.bench.results import Simulated, new_result
 
 TINY = PRESETS["tiny"]
 
@@ -55,7 +56,7 @@ def test_wrapping_is_undone_and_silent_outside_a_step():
 
 
 @pytest.mark.parametrize("name", ["general", "torch-eager-graph"])
-def test_regions_of_a_real_step(name, tmp_path):
+def test_regions_of_a_real_step(name, tmp_path, monkeypatch):
     case = StepCase(shape=TINY, requests=2, context=16, dtype="float32", steps=4)
     arm = build_region_arm(name, case)
     times = regions.measure_regions(name, arm, 12)
@@ -74,7 +75,14 @@ def test_regions_of_a_real_step(name, tmp_path):
     assert sum(event["name"] == "layer" for event in drawn) == 2 * regions.TIMELINE_STEPS
     starts = [event["ts"] for event in drawn if event["name"].startswith("step ")]
     assert starts == sorted(starts)
-    paths = regions.timeline([times], tmp_path / "t.png")
+    result = new_result("regions-tiny", simulated=Simulated(weights=True, acceptance=True), gpus=0)
+    result.rows = list(rows.values())
+    titles = []
+    draw = plots._figure
+    monkeypatch.setattr(plots, "_figure", lambda title, *rest: (titles.append(title), draw(title, *rest))[1])
+    paths = regions.timeline([times], tmp_path / "t.png", result)
+    assert titles == [f"Regions of the step of median length: tiny\n{plots.caption(result)}"]
+    assert titles[0].endswith("random weights, simulated acceptance")
     assert [path.name for path in paths] == ["t.png", "t.svg"]
     assert all(path.stat().st_size > 1000 for path in paths)
 
@@ -102,3 +110,93 @@ def test_regions_that_do_not_add_up_are_refused():
     regions.check_sum(regions.RegionTimes("x", [98.0], [[span]]))
     with pytest.raises(regions.RegionsRefusedError, match=r"\+11\.1%"):
         regions.check_sum(regions.RegionTimes("x", [90.0], [[span]]))
+
+
+class Scripted:
+    """A step whose bare and marked times are written down; every part takes its share of the marked one."""
+
+    note, batch, details = "", 1, {}
+
+    def __init__(self, bare, marked):
+        self._bare, self._marked = iter(bare), iter(marked)
+
+    def bare(self):
+        return [next(self._bare)]
+
+    def marked(self):
+        parts = next(self._marked)
+        whole = sum(parts)
+        spans = [regions.Span(f"part {i}", 0.0, part, 1, part) for i, part in enumerate(parts)]
+        return [[*spans, regions.Span("other", 0.0, whole, 0, 0.0)]]
+
+    def close(self):
+        pass
+
+
+WARM = [100.0] * 2
+
+
+def measured(bare, marked):
+    """Both as attempts of four steps, each after two that do not count."""
+    warm = [[50.0, 50.0]] * 2
+    return Scripted(
+        [t for attempt in bare for t in WARM + attempt], [parts for attempt in marked for parts in warm + attempt]
+    )
+
+
+STEADY = [100.0] * 4
+HALVES = [[50.0, 50.0]] * 4
+
+
+def test_a_step_that_moved_is_measured_again_and_the_first_that_adds_up_counts():
+    said = []
+    moving = [100.0, 100.0, 130.0, 130.0]
+    arm = measured([moving, STEADY], [HALVES, HALVES])
+    times = regions.measure_settled("x", arm, 4, said.append)
+    assert (times.attempts, times.error, times.bare_us) == (2, 0.0, STEADY)
+    (again,) = (text for text in said if "Measuring again" in text)
+    assert "moved by 30.0% between quarters of the run" in again
+    assert again.endswith("Measuring again, 2 of 3")
+    case = StepCase(shape=TINY, context=16, dtype="float32")
+    assert {row.details["attempts"] for row in regions.region_rows(times, case, "")} == {2}
+
+
+def test_a_step_that_moves_three_times_is_refused_with_cause_and_cure(monkeypatch):
+    monkeypatch.setattr(regions, "load_average", lambda: (5.25, 2))
+    moving = [100.0, 100.0, 130.0, 130.0]
+    with pytest.raises(regions.RegionsRefusedError) as refused:
+        regions.measure_settled("x", measured([moving] * 3, [HALVES] * 3), 4)
+    text = str(refused.value)
+    for part in (
+        "x: the regions sum to -13.0% of the step without marks (115.0 us, 3 times measured)",
+        "more than 3% is refused", "the step without marks itself moved by 30.0%", "load average 5.2 on 2 cores",
+        "--threads 1", "run this again",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_marks_that_cost_too_much_are_not_measured_again():
+    slow = [[55.0, 55.0]] * 4
+    with pytest.raises(regions.RegionsRefusedError, match=r"\+10\.0%.*the marks did it. Use larger regions"):
+        regions.measure_settled("x", measured([STEADY], [slow]), 4)
+
+
+def test_parts_that_vary_while_wholes_do_not_are_told():
+    # each step has one slow part, never the same: medians of parts do not see it, wholes do
+    vary = [[40.0, 40.0, 20.0], [20.0, 40.0, 40.0], [40.0, 20.0, 40.0], [40.0, 40.0, 20.0]]
+    times = regions.measure_regions("x", Scripted(WARM + STEADY, [[50.0] * 2] * 2 + vary), 4)
+    assert times.marked_error == 0.0
+    assert times.error == pytest.approx(0.1)
+    assert regions.disturbances(times) == ["steps with marks took +0.0% as wholes, but their parts vary between steps"]
+
+
+def test_a_process_that_seldom_ran_is_told():
+    span = regions.Span("other", 0.0, 120.0, 0, 120.0)
+    times = regions.RegionTimes("x", [100.0] * 4, [[span]] * 4, cpu_share=0.61)
+    assert regions.disturbances(times) == ["this process ran 61% of the time"]
+
+
+@pytest.mark.parametrize("fields", [{"model": "smollm2"}, {"spec": "ngram"}])
+def test_the_plain_step_is_no_stand_in_for_real_weights_or_guesses(fields):
+    with pytest.raises(ArmUnavailableError, match="random weights and no guesses"):
+        build_region_arm("torch-eager-graph", StepCase(shape=TINY, **fields))

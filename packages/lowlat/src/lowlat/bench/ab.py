@@ -69,10 +69,12 @@ class Covered(msgspec.Struct):
 
 
 class AbOutcome(msgspec.Struct):
-    """Records of every block of both arms, by load, and what the kernels covered."""
+    """Records of both arms, by load and round of two blocks each, and what the kernels covered."""
 
     off: dict[str, list[list[Record]]] = {}
     on: dict[str, list[list[Record]]] = {}
+    under_way: dict[bool, list[Record]] = {}
+    """Of the last load, what the round that has not ended yet brought so far, without and with kernels."""
     covered: Covered = msgspec.field(default_factory=Covered)
     totals: dict[tuple[str, str], list[float]] = {}
     """By load and arm: tokens a second of all users together, in each block."""
@@ -145,7 +147,7 @@ def run_ab(
 ) -> AbOutcome:
     """Load both servers in the order off, on, on, off in every round; one warm-up block on each first.
 
-    `measured` is told the outcome so far, and its loads, after each load. Raises RuntimeError where a request fails or
+    `measured` is told the outcome so far, and its loads, after each block. Raises RuntimeError where a request fails or
     a server does not start.
     """
     outcome = AbOutcome()
@@ -158,36 +160,37 @@ def run_ab(
                         say(f"{load.name}: warm-up of {sides.on_arm if on else sides.off_arm}")
                         _block(server, msgspec.structs.replace(load, output_tokens=8, max_turns=1), -1)
             for index in range(rounds):
-                collected: dict[bool, list[Record]] = {False: [], True: []}
+                outcome.under_way = {False: [], True: []}
                 for half, on in enumerate((False, True, True, False)):
-                    arm = sides.on_arm if on else sides.off_arm
-                    say(f"{load.name}: round {index + 1} of {rounds}, {arm}")
+                    say(f"{load.name}: round {index + 1} of {rounds}, {sides.on_arm if on else sides.off_arm}")
                     with lend(on) as server:
-                        before = server.low_latency_steps() if on else {}
                         # off and on of one half get the same prompts; each server sees either text once
-                        records = _block(server, load, 2 * index + half // 2)
-                        collected[on] += records
-                        outcome.totals.setdefault((load.name, arm), []).append(summarize(records).tokens_per_s_total)
-                        if on:
-                            after = server.low_latency_steps()
-                            outcome.covered.plugin += after.get("plugin", 0.0) - before.get("plugin", 0.0)
-                            outcome.covered.general += after.get("general", 0.0) - before.get("general", 0.0)
-                        outcome.ready_s.setdefault(arm, {})[server.process.pid] = server.ready_s
-                outcome.off[load.name].append(collected[False])
-                outcome.on[load.name].append(collected[True])
-            measured(outcome, loads[:number])
+                        _measure(outcome, sides, server, load, on, 2 * index + half // 2)
+                    if half == 3:
+                        outcome.off[load.name].append(outcome.under_way.pop(False))
+                        outcome.on[load.name].append(outcome.under_way.pop(True))
+                    measured(outcome, loads[:number])
     return outcome
 
 
-def busy_note(load: float, cores: int) -> str:
-    """What a result says where more threads wanted to run in the last minute than the machine has cores."""
-    return f"busy machine: load average {load:.1f} on {cores} cores" if load > cores + 1 else ""
+def _measure(outcome: AbOutcome, sides: Sides, server: LocalServer, load: Load, on: bool, block: int) -> None:
+    """One block into the outcome."""
+    arm = sides.on_arm if on else sides.off_arm
+    before = server.low_latency_steps() if on else {}
+    records = _block(server, load, block)
+    outcome.under_way[on] += records
+    outcome.totals.setdefault((load.name, arm), []).append(summarize(records).tokens_per_s_total)
+    if on:
+        after = server.low_latency_steps()
+        outcome.covered.plugin += after.get("plugin", 0.0) - before.get("plugin", 0.0)
+        outcome.covered.general += after.get("general", 0.0) - before.get("general", 0.0)
+    outcome.ready_s.setdefault(arm, {})[server.process.pid] = server.ready_s
 
 
 def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load], note: str = "") -> list[Row]:
     """Rows of both arms, and for each load the speedups with intervals: decode speed, P90 interactivity, end to end.
 
-    `note` is said of every arm's figures and of the speedups.
+    The speedups are of whole rounds alone. `note` is said of every arm's figures and of the speedups.
     """
     started = "from the process to its first ready answer, polled every 100 ms"
     if sides.together:
@@ -202,8 +205,11 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load], note: str =
     share = round(outcome.covered.share, 4)
     for load in loads:
         off, on = outcome.off[load.name], outcome.on[load.name]
-        for arm, blocks in ((sides.off_arm, off), (sides.on_arm, on)):
+        begun = outcome.under_way if load is loads[-1] else {}
+        for arm, blocks in ((sides.off_arm, [*off, begun.get(False, [])]), (sides.on_arm, [*on, begun.get(True, [])])):
             everything = [record for block in blocks for record in block]
+            if not everything:
+                continue
             rows += [
                 msgspec.structs.replace(row, note=note)
                 for row in load_rows(everything, workload=load.name, arm=arm, concurrency=load.users)
@@ -218,6 +224,8 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load], note: str =
                         note=note,
                     )
                 )  # fmt: skip
+        if not off:
+            continue
         # speeds are inverse times, so the speedup is the time of off over the time of on
         ratios = {
             "tokens_per_s_user": ratio_interval(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lowlat.bench.arms.base import ArmUnavailableError, StepCase, kernel_library
+from lowlat.bench.arms.base import ArmUnavailableError, StepCase, check_library_arm, kernel_library
 from lowlat.bench.region_recorder import Marks, RegionRecorder, Span
 from lowlat.bench.regions import RegionArm
 from lowlat.layers.moe import MixtureOfExperts
@@ -35,8 +35,11 @@ GRAPH_STEPS = 65
 
 def check_region_arm(name: str) -> None:
     """Raise ValueError for a name whose regions nothing tells."""
-    if name not in ("general", "torch-eager-graph") and kernel_library(name) is None:
+    library = kernel_library(name)
+    if name not in ("general", "torch-eager-graph") and library is None:
         raise ValueError(f"{name!r} has no regions; known: general, torch-eager-graph, lowlat-NAME, plugin:NAME")
+    if library is not None:
+        check_library_arm(name, library)
 
 
 def build_region_arm(name: str, case: StepCase) -> RegionArm:
@@ -46,6 +49,8 @@ def build_region_arm(name: str, case: StepCase) -> RegionArm:
     """
     check_region_arm(name)
     if name == "torch-eager-graph":
+        if case.model is not None or case.spec != "off":
+            raise ArmUnavailableError("the plain PyTorch step has random weights and no guesses")
         return ClockedTorchArm(case) if case.device == "cpu" else _torch_graph(case)
     library = kernel_library(name)
     return ClockedRunnerArm(case, library) if case.device == "cpu" else _runner_graph(case, library)

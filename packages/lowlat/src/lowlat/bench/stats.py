@@ -166,12 +166,14 @@ def alternate(
     *,
     warmup: int = 1,
     progress: Callable[[str, int, int], None] | None = None,
+    measured: Callable[[Alternation], None] = lambda so_far: None,
 ) -> Alternation:
     """Measure arms in alternation: A B C, C B A in every round (ABBA for two), so slow drift hits all arms alike.
 
     An arm is a callable that measures once and returns one sample or several. An arm that raises is dropped with its
     error and the others go on; its earlier samples are dropped too, since they are no longer paired. `progress` is
-    called with (arm, round, rounds). Raises ValueError where there is no arm or no round.
+    called with (arm, round, rounds), `measured` with the whole rounds so far, behind each. Raises ValueError where
+    there is no arm or no round.
     """
     if not arms or rounds < 1:
         raise ValueError("alternation needs at least one arm and one round")
@@ -203,4 +205,5 @@ def alternate(
         for name, samples in collected.items():
             if name not in result.errors:
                 result.rounds[name].append(samples)
+        measured(result)
     return result

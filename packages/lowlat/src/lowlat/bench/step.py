@@ -4,44 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import pathlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm, check_arm, check_model
+from lowlat.bench.arms.base import ArmUnavailableError, StepArm, StepCase, build_arm
+from lowlat.bench.busy import CpuShare, mark_busy
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
+from lowlat.bench.keeper import Keeper
 from lowlat.bench.presets import DEEPSEEK_V41, V41_NAMES, DenseShape, FolderShape, any_shape
-from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, save, slug
-from lowlat.bench.roofline import DTYPE_BYTES, StepBytes, dense_step_bytes, v41_step_bytes
-from lowlat.bench.stats import alternate
+from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, slug
+from lowlat.bench.roofline import StepBytes, dense_step_bytes, v41_step_bytes
+from lowlat.bench.stats import Alternation, alternate
+from lowlat.bench.step_options import StepOptions, check_contexts, check_options
 
 Say = Callable[[str], None]
-
-
-class StepOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure: every combination of `rows` and `contexts` with every arm."""
-
-    model: str = "smollm2"
-    """One model, or several joined by commas: they are measured one after another."""
-    model_folder: str | None = None
-    """Real weights; None: random weights of the shape."""
-    random_folder: bool = False
-    """The folder's weights are random, written for measurements."""
-    layers: int | None = None
-    arms: tuple[str, ...] = ("general", "torch-eager-graph", "read-floor")
-    rows: tuple[int, ...] = (1,)
-    contexts: tuple[int, ...] = (1024,)
-    dtype: str = "float32"
-    device: str = "cpu"
-    tp: int = 1
-    rounds: int = 8
-    steps: int = 5
-    """Steps in one measurement; each round holds two measurements of each arm."""
-    warmup: int = 1
-    seed: int = 0
-    ceiling_gb: float | None = None
 
 
 class StepOutcome(msgspec.Struct):
@@ -82,38 +62,13 @@ def _build(options: StepOptions, case: StepCase, say: Say, unavailable: dict[str
     return built
 
 
-class _CpuShare:
-    """How much of the wall-clock time of its measurements an arm's process really ran, by processor time."""
-
-    def __init__(self, measure: Callable[[], list[float]]) -> None:
-        self._measure = measure
-        self._wall = self._processor = 0.0
-
-    def __call__(self) -> list[float]:
-        wall, processor = time.perf_counter(), time.process_time()
-        samples = self._measure()
-        self._wall += time.perf_counter() - wall
-        self._processor += time.process_time() - processor
-        return samples
-
-    def share(self, threads: int) -> float:
-        """Processor time over wall-clock time of `threads` threads; well below 1: the machine was busy otherwise."""
-        return self._processor / (self._wall * threads) if self._wall else 0.0
-
-
-def _mark_busy(row: Row, share: float, say: Say) -> None:
-    """Say on a CPU's row how much of the time the process ran, and warn where others took a tenth or more."""
-    row.details = {"cpu_share": round(share, 3)}
-    if share < 0.9:
-        row.note += f"; busy machine: this process ran {share:.0%} of the time"
-        say(f"{row.arm}: the machine was busy, this process ran {share:.0%} of the time")
-
-
-def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: dict[str, str]) -> list[Row]:
-    """Build, alternate and close the arms of one case."""
+def _rows_of_case(
+    options: StepOptions, case: StepCase, say: Say, unavailable: dict[str, str], tell: Callable[[list[Row]], None]
+) -> None:
+    """Build, alternate and close the arms of one case; `tell` gets their rows, also where that is ended early."""
     built = _build(options, case, say, unavailable)
     if not built:
-        return []
+        return
     notes = {name: arm.note for name, arm in built.items()}
     counted = step_bytes(options, case.requests, case.context, draft=False)
 
@@ -123,40 +78,47 @@ def _rows_of_case(options: StepOptions, case: StepCase, say: Say, unavailable: d
         return counted.total if arm.weight_bytes is None else arm.weight_bytes + counted.kv + counted.embedding
 
     sizes = {name: size_of(arm) for name, arm in built.items()}
-    clocked = {name: _CpuShare(arm.measure) for name, arm in built.items()}
+    shares = {name: CpuShare() for name in built}
+    so_far: list[Alternation] = []
+
+    def rows_of(found: Alternation) -> list[Row]:
+        rows = []
+        for name in found.rounds:
+            row = row_from_samples(
+                found.samples(name), workload=case.shape.name, arm=name, metric="step_us", rows=case.requests,
+                context=case.context, tp=options.tp, dtype=case.dtype, concurrency=case.requests, bytes=sizes[name],
+                note=notes[name],
+            )  # fmt: skip
+            if case.device == "cpu":
+                import torch
+
+                mark_busy(row, shares[name].of(torch.get_num_threads()), say)
+            rows.append(row)
+        return rows
+
     try:
         measured = alternate(
-            clocked,
+            {name: functools.partial(shares[name], arm.measure) for name, arm in built.items()},
             options.rounds,
             warmup=options.warmup,
             progress=lambda arm, index, rounds: say(f"round {index} of {rounds}: {arm}"),
+            measured=so_far.append,
         )
+    except BaseException:
+        if so_far:
+            tell(rows_of(so_far[-1]))
+        raise
     finally:
         for arm in built.values():
             arm.close()
     for name, error in measured.errors.items():
         unavailable[name] = error
         say(f"{name} broke and is left out: {error}")
-    rows = []
-    for name in measured.rounds:
-        row = row_from_samples(
-            measured.samples(name), workload=case.shape.name, arm=name, metric="step_us", rows=case.requests,
-            context=case.context, tp=options.tp, dtype=case.dtype, concurrency=case.requests, bytes=sizes[name],
-            note=notes[name],
-        )  # fmt: skip
-        if case.device == "cpu":
-            import torch
-
-            _mark_busy(row, clocked[name].share(torch.get_num_threads()), say)
-        rows.append(row)
-    return rows
+    tell(rows_of(measured))
 
 
-def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, name: str, dtype: str) -> Row:
-    counted = step_bytes(options, rows, context)
-    if counted is None:
-        raise ValueError(f"nothing counts the bytes of {name}: leave out read-floor")
-    size = counted.total
+def _floor_row(options: StepOptions, rows: int, context: int, ceiling: Ceiling, name: str, size: int) -> Row:
+    dtype = "fp8+fp4" if options.model == DEEPSEEK_V41 else options.dtype
     value = size / (ceiling.tb_s * 1e6)
     return Row(
         workload=name, arm="read-floor", metric="step_us", median=value, low=value, high=value, samples=1, rows=rows,
@@ -184,17 +146,21 @@ def _cases(options: StepOptions, shape: DenseShape | FolderShape, folder: str | 
     ]  # fmt: skip
 
 
-def _measured(
-    options: StepOptions, shape: DenseShape | FolderShape, say: Say, unavailable: dict[str, str]
-) -> list[Row]:
-    """Rows of every case; a DeepSeek-V4.1 without a folder is written for as long as that takes."""
+def _measure_model(
+    options: StepOptions,
+    shape: DenseShape | FolderShape,
+    say: Say,
+    unavailable: dict[str, str],
+    tell: Callable[[list[Row]], None],
+) -> None:
+    """Tell the rows of every case; a DeepSeek-V4.1 without a folder is written for as long as that takes."""
     with contextlib.ExitStack() as stack:
         v41 = options.model in V41_NAMES
         folder = options.model_folder or (options.model if isinstance(shape, FolderShape) and not v41 else None)
         others = [arm for arm in options.arms if arm != "read-floor"]
         if v41 and others and options.device != "cpu":
             unavailable.update(dict.fromkeys(others, f"{shape.name} is computed on CPUs only: use --device cpu"))
-            return []
+            return
         if folder is None and v41 and others:
             from lowlat.bench.random_v41 import make_v41
 
@@ -203,10 +169,9 @@ def _measured(
                 folder = stack.enter_context(make_v41(options.model, options.layers, options.seed))
             except ArmUnavailableError as error:
                 unavailable.update(dict.fromkeys(others, str(error)))
-                return []
-        return [
-            row for case in _cases(options, shape, folder) for row in _rows_of_case(options, case, say, unavailable)
-        ]
+                return
+        for case in _cases(options, shape, folder):
+            _rows_of_case(options, case, say, unavailable, tell)
 
 
 def run_step(
@@ -214,13 +179,15 @@ def run_step(
     say: Say = lambda _: None,
     *,
     command: str | None = None,
+    begun: Callable[[Result], None] = lambda empty: None,
     measured: Callable[[StepOutcome], None] = lambda outcome: None,
 ) -> StepOutcome:
     """Measure every case of every model and return one stamped result.
 
     The ceiling is measured before and behind each model, and the best value counts, since what disturbs it only lowers
-    it. `measured` is told the outcome so far behind each model. Raises ValueError for options that describe no step,
-    and RuntimeError where no arm could run.
+    it. `begun` is told the result before anything is measured; `measured` the outcome so far behind each case and
+    model, and of a case that is ended early its whole rounds. Raises ValueError for options that describe no step, and
+    RuntimeError where no arm could run.
     """
     check_options(options)
     names = options.model.split(",")
@@ -228,21 +195,32 @@ def run_step(
     shapes = [_shape(one) for one in each]
     for shape in shapes:
         check_contexts(shape, options.contexts, options.steps)
+    empty = _empty_result(options, shapes[0].name if len(names) == 1 else "presets", command)
+    begun(empty)
     say("measuring the read ceiling")
     ceiling = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
     unavailable: dict[str, str] = {}
     rows: list[Row] = []
+
+    def outcome_of(number: int) -> StepOutcome:
+        floors = [row for one, shape in zip(each[:number], shapes) for row in _floor_rows(one, shape, ceiling)]
+        return StepOutcome(_filled(empty, rows, floors, ceiling), unavailable)
+
+    def tell(found: list[Row]) -> None:
+        rows.extend(found)
+        if rows:
+            measured(outcome_of(number - 1))
+
     for number, (one, shape) in enumerate(zip(each, shapes, strict=True), 1):
         left_out: dict[str, str] = {}
-        rows += _measured(one, shape, say, left_out)
+        _measure_model(one, shape, say, left_out, tell)
+        if "read-floor" in one.arms and step_bytes(one, 1, 1) is None:
+            left_out["read-floor"] = f"nothing counts the bytes of {shape.name}"
         whose = f" of {shape.name}" if len(names) > 1 else ""
         unavailable |= {f"{arm}{whose}": reason for arm, reason in left_out.items()}
         again = measure_ceiling(options.device, gigabytes=options.ceiling_gb)
         ceiling = max(ceiling, again, key=lambda c: c.tb_s)
-        outcome = StepOutcome(
-            _result(options, shapes[0].name if len(names) == 1 else "presets", rows, ceiling, command), unavailable
-        )
-        outcome.result.rows += _floor_rows(each[:number], shapes, ceiling)
+        outcome = outcome_of(number)
         if outcome.result.rows:
             measured(outcome)
     if not outcome.result.rows:
@@ -251,72 +229,33 @@ def run_step(
     return outcome
 
 
-def _floor_rows(each: Sequence[StepOptions], shapes: Sequence[DenseShape | FolderShape], ceiling: Ceiling) -> list[Row]:
-    """The floor of every case, where it was asked for."""
+def _floor_rows(options: StepOptions, shape: DenseShape | FolderShape, ceiling: Ceiling) -> list[Row]:
+    """The floor of every case, where it was asked for and is known."""
+    if "read-floor" not in options.arms:
+        return []
     return [
-        _floor_row(one, r, context, ceiling, shape.name, "fp8+fp4" if one.model == DEEPSEEK_V41 else one.dtype)
-        for one, shape in zip(each, shapes, strict=False)
-        if "read-floor" in one.arms
-        for r in one.rows
-        for context in one.contexts
+        _floor_row(options, rows, context, ceiling, shape.name, counted.total)
+        for rows in options.rows
+        for context in options.contexts
+        if (counted := step_bytes(options, rows, context)) is not None
     ]
 
 
-def _result(options: StepOptions, subject: str, rows: Sequence[Row], ceiling: Ceiling, command: str | None) -> Result:
+def _empty_result(options: StepOptions, subject: str, command: str | None) -> Result:
     random = options.model_folder is None or options.random_folder
-    result = new_result(
+    return new_result(
         slug("step", subject, *(("random",) if random else ())),
         simulated=Simulated(weights=random),
-        read_ceiling_tb_s=ceiling.tb_s,
         command=command,
         gpus=0 if options.device == "cpu" else 1,  # more ranks than one are known to the floor alone
     )
+
+
+def _filled(empty: Result, rows: Sequence[Row], floors: Sequence[Row], ceiling: Ceiling) -> Result:
     for row in rows:
         if row.bytes:
             row.ceiling_fraction = round(row.bytes / (row.median * ceiling.tb_s * 1e6), 4)
-    result.rows = list(rows)
-    return result
-
-
-def check_contexts(shape: DenseShape | FolderShape, contexts: Sequence[int], steps: int) -> None:
-    """Raise ValueError naming the contexts in which `steps` steps do not fit."""
-    too_long = [context for context in contexts if context + steps + 4 > shape.max_context]
-    if too_long:
-        raise ValueError(f"{shape.name} holds {shape.max_context} tokens: contexts {too_long} do not fit")
-
-
-def check_options(options: StepOptions) -> None:
-    """Raise ValueError naming the first option that makes no sense."""
-    if options.device not in ("cpu", "cuda"):
-        raise ValueError(f"device {options.device!r} is neither cpu nor cuda")
-    if options.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ValueError("device cuda: this machine has no GPU that torch can use")
-    positive: dict[str, Sequence[int]] = {
-        "rows": options.rows, "context": options.contexts, "rounds": (options.rounds,), "steps": (options.steps,),
-        "tp": (options.tp,),
-    }  # fmt: skip
-    for name, values in positive.items():
-        if not values or min(values) < 1:
-            raise ValueError(f"{name} must be at least 1")
-    if options.dtype not in DTYPE_BYTES:
-        raise ValueError(f"--dtype {options.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
-    if options.ceiling_gb is not None and options.ceiling_gb <= 0:
-        raise ValueError("--ceiling-gb must be above 0")
-    if not options.arms:
-        raise ValueError("--arms names no arm")
-    for name in options.arms:
-        check_arm(name)
-    if options.model_folder:
-        check_model(options.model_folder)
-    if options.tp > 1 and set(options.arms) - {"read-floor"}:
-        raise ValueError("only the read-floor arm knows tp; measure tensor parallelism with `lowlat bench serve`")
-    if options.model_folder and "," in options.model:
-        raise ValueError("--model-folder holds the weights of one model: name one --model")
-    if options.steps > 60:
-        raise ValueError("at most 60 steps in a measurement: the context grows by one token with each")
+    return msgspec.structs.replace(empty, read_ceiling_tb_s=ceiling.tb_s, rows=[*rows, *floors])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -336,17 +275,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=default.rounds)
     parser.add_argument("--steps", type=int, default=default.steps)
     parser.add_argument("--ceiling-gb", type=float)
-    parser.add_argument("--results", help="folder to write the result into; default: print it")
+    parser.add_argument("--results", type=pathlib.Path, help="folder to write the result into; default: print it")
     given = parser.parse_args(arguments)
-    options = StepOptions(
-        model=given.model, layers=given.layers, arms=tuple(given.arms.split(",")),
-        rows=tuple(map(int, given.rows.split(","))), contexts=tuple(map(int, given.context.split(","))),
-        dtype=given.dtype or ("float32" if given.device == "cpu" else "bfloat16"), device=given.device, tp=given.tp,
-        rounds=given.rounds, steps=given.steps, ceiling_gb=given.ceiling_gb,
-    )  # fmt: skip
-    outcome = run_step(options, lambda text: print(text, file=sys.stderr, flush=True))
-    if given.results:
-        print(save(outcome.result, given.results))
+    try:
+        options = StepOptions(
+            model=given.model, layers=given.layers, arms=tuple(given.arms.split(",")),
+            rows=tuple(map(int, given.rows.split(","))), contexts=tuple(map(int, given.context.split(","))),
+            dtype=given.dtype or ("float32" if given.device == "cpu" else "bfloat16"), device=given.device, tp=given.tp,
+            rounds=given.rounds, steps=given.steps, ceiling_gb=given.ceiling_gb,
+        )  # fmt: skip
+        check_options(options)
+        kept = Keeper(given.results is not None, given.results, as_json=True)
+    except ValueError as error:
+        parser.error(str(error))
+    with kept:
+        outcome = run_step(
+            options, lambda text: print(text, file=sys.stderr, flush=True),
+            begun=kept.begin, measured=lambda outcome: kept(outcome.result),
+        )  # fmt: skip
+        kept.end(outcome.result)
+    if kept.path is not None:
+        print(kept.path)
     else:
         print(msgspec.json.format(msgspec.json.encode(check(outcome.result)), indent=1).decode())
 

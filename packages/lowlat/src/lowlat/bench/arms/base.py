@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from lowlat.bench.presets import DenseShape, FolderShape
+from lowlat.bench.results import known_arm, library_arm
 
 
 class ArmUnavailableError(RuntimeError):
@@ -116,11 +117,22 @@ def kernel_library(arm: str) -> str | None:
     return arm if arm.startswith("lowlat-") else None
 
 
+def check_library_arm(name: str, library: str) -> None:
+    """Raise ValueError where results would refuse an arm of a kernel library, before anything is measured."""
+    if not known_arm(name):
+        wanted = library_arm(library)
+        cure = f"write {wanted}" if known_arm(wanted) else "a library is named in lower case"
+        raise ValueError(f"results know no arm {name!r}: {cure}")
+
+
 def check_arm(name: str) -> None:
     """Raise ValueError for a name that is no arm, so that a misspelt one is told before anything is measured."""
-    if name != "read-floor" and name not in BUILDERS and kernel_library(name) is None:
+    library = kernel_library(name)
+    if name != "read-floor" and name not in BUILDERS and library is None:
         known = ", ".join(["read-floor", *BUILDERS])
         raise ValueError(f"{name!r} is no arm; known: {known}, and kernel libraries as lowlat-NAME or plugin:NAME")
+    if library is not None:
+        check_library_arm(name, library)
 
 
 def check_model(folder: str) -> None:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from lowlat.bench.commands.common import (
-    AsJson,
-    Folder,
-    Keeper,
-    Save,
-    Weights,
-    finish,
-    numbers,
-    plain_errors,
-    random_weights,
-    say,
-)
-from lowlat.bench.results import Result, Simulated, new_result, slug
+from lowlat.bench.busy import load_note
+from lowlat.bench.commands.common import AsJson, Folder, Save, Weights, finite, numbers, plain_errors, random_weights
+from lowlat.bench.keeper import Keeper, finish
+from lowlat.bench.progress import say
+from lowlat.bench.results import ARMS, Result, Simulated, known_arm, library_arm, new_result, slug
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,14 +65,17 @@ def ab(
     output_tokens: Annotated[int, typer.Option("--output", min=2, help="8k1k: answer tokens.")] = 1024,
     requests: Annotated[int, typer.Option("--requests", min=1, help="8k1k: requests of each user in a block.")] = 1,
     path: Annotated[pathlib.Path | None, typer.Option("--traces", help="agent: runs; default: LOWLAT_DATA.")] = None,
-    time_scale: Annotated[float, typer.Option("--time-scale", min=0, help="agent: factor on recorded pauses.")] = 0.0,
+    time_scale: Annotated[
+        float, typer.Option("--time-scale", min=0, callback=finite, help="agent: factor on recorded pauses.")
+    ] = 0.0,
     max_turns: Annotated[int | None, typer.Option("--max-turns", min=1, help="agent: most turns of a run.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of off, on, on, off.")] = 3,
     serve_args: Annotated[str, typer.Option("--serve-args", help="Further arguments of both servers, quoted.")] = "",
     one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Start a server for each block.")] = False,
     together: Annotated[bool, typer.Option("--together", help="Start both servers at the same time.")] = False,
     least_covered: Annotated[
-        float, typer.Option("--least-covered", min=0, max=1, help="Least fraction of steps by kernels.")
+        float,
+        typer.Option("--least-covered", min=0, max=1, callback=finite, help="Least fraction of steps by kernels."),
     ] = 0.5,
     acceptance: Annotated[
         bool,
@@ -103,31 +98,35 @@ def ab(
         acceptance = acceptance or any(word.startswith("--spec-simulate-acceptance") for word in extra)
         counts = numbers(users or ("1,2,4,8" if preset == "8k1k" else "1,4,8"), "--users")
         loads = _loads(preset, counts, path, input_tokens, output_tokens, requests, time_scale, max_turns)
-        name = arm or kernels
-        if name is None:
+        if not (arm or kernels):
             raise ValueError(
                 "say which library low-latency mode uses: --kernels NAME (`lowlat plugins list` names them)"
             )
+        name = arm or library_arm(str(kernels))
+        if name == "general":
+            raise ValueError("--arm general is the server without low-latency mode: name the other one differently")
+        if not known_arm(name):
+            raise ValueError(f"--arm {name!r} is none of {', '.join(sorted(ARMS))} or plugin:NAME in lower case")
         on = ("--low-latency", "require", "--kernels", kernels) if kernels else ("--low-latency", "auto")
         shared = ("--model", model, *extra)
         sides = measure.Sides(shared=shared, on=on, on_arm=name, one_at_a_time=one_at_a_time, together=together)
         subject = "requests" if preset == "8k1k" and (input_tokens, output_tokens) != (8192, 1024) else preset
         simulation = Simulated(weights=simulated, acceptance=acceptance)
-        kept = Keeper(save, results)
+        forced = ("simulated-acceptance",) if acceptance else ()
+        empty = new_result(slug("ab", subject, pathlib.Path(model).name, *forced), simulated=simulation)
 
         def result_of(outcome: measure.AbOutcome, done: Sequence[Load]) -> Result:
-            measure.check_covered(outcome, least_covered)
-            forced = ("simulated-acceptance",) if acceptance else ()
-            result = new_result(slug("ab", subject, pathlib.Path(model).name, *forced), simulated=simulation)
-            note = measure.busy_note(os.getloadavg()[0], os.cpu_count() or 1) if hasattr(os, "getloadavg") else ""
-            result.rows = measure.ab_rows(outcome, sides, done, note)
-            return result
+            return msgspec.structs.replace(empty, rows=measure.ab_rows(outcome, sides, done, load_note()))
 
-        def keep(outcome: measure.AbOutcome, done: Sequence[Load]) -> None:
-            if save:
+        with Keeper(save, results, as_json=as_json, weights_said=weights is not None) as kept:
+            kept.begin(empty)
+
+            def keep(outcome: measure.AbOutcome, done: Sequence[Load]) -> None:
+                if any(whose == name for _, whose in outcome.totals):  # the low-latency server has computed something
+                    measure.check_covered(outcome, least_covered)
                 kept(result_of(outcome, done))
 
-        outcome = measure.run_ab(sides, loads, rounds=rounds, say=say, measured=keep)
-        result = result_of(outcome, loads)
-        print(f"kernels computed {outcome.covered.share:.1%} of the low-latency server's steps", file=sys.stderr)
-        finish(result, as_json=as_json, kept=kept, weights_said=weights is not None)
+            outcome = measure.run_ab(sides, loads, rounds=rounds, say=say, measured=keep)
+            measure.check_covered(outcome, least_covered)
+            print(f"kernels computed {outcome.covered.share:.1%} of the low-latency server's steps", file=sys.stderr)
+            finish(result_of(outcome, loads), as_json=as_json, kept=kept, weights_said=weights is not None)

@@ -1,23 +1,32 @@
-"""What the bench commands share: progress, errors in one line, and how a result is shown and saved."""
+"""What the bench commands share: options of results, checks of values, errors in one line."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated
 
-import msgspec
 import typer
 
-from lowlat.bench.report import result_section
-from lowlat.bench.results import Result, check, default_directory, save
+from lowlat.bench.keeper import Keeper as Keeper
+from lowlat.bench.keeper import finish as finish
+from lowlat.bench.progress import counter as counter
+from lowlat.bench.progress import end_progress as end_progress
+from lowlat.bench.progress import say as say
+from lowlat.bench.results import check_folder
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON (the format of docs/benchmarks.md).")]
 Save = Annotated[
-    bool, typer.Option("--save", help="Write the result to benchmarks/results, or to the folder of --results.")
+    bool,
+    typer.Option(
+        "--save",
+        help="Write the result to benchmarks/results, or to the folder of --results; a second run of a day gets -2 "
+        "before .json, so nothing is overwritten. A run that ends early leaves what it measured, marked incomplete.",
+    ),
 ]
 Folder = Annotated[
     pathlib.Path | None,
@@ -27,30 +36,6 @@ Weights = Annotated[
     str | None,
     typer.Option("--weights", help="What the server runs: `real` or `random` weights. Needed to save or print JSON."),
 ]
-
-
-def say(text: str) -> None:
-    """Progress, on standard error: one line that is drawn over on a terminal, plain lines elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text[:110]}", end="", file=sys.stderr, flush=True)
-    else:
-        print(text, file=sys.stderr, flush=True)
-
-
-def counter(what: str) -> Callable[[int, int], None]:
-    """Progress of (done, total): at most about twenty lines where standard error is no terminal."""
-
-    def show(done: int, total: int) -> None:
-        if sys.stderr.isatty() or done == total or done % max(1, total // 20) == 0:
-            say(f"{what}: {done} of {total}")
-
-    return show
-
-
-def end_progress() -> None:
-    """Clear the progress line."""
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -66,10 +51,29 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def numbers(text: str, name: str) -> tuple[int, ...]:
-    """Positive whole numbers joined by commas. Raises ValueError naming the option."""
+def check_output(path: pathlib.Path | None, option: str) -> None:
+    """Raise ValueError where a file of an option cannot be written, before anything is measured."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder: name a file")
     try:
-        found = tuple(int(part) for part in text.split(","))
+        check_folder(path.parent)
+    except ValueError as error:
+        raise ValueError(f"{option} {path}: {error}") from error
+
+
+def finite(value: float | None) -> float | None:
+    """For an option of any range: refuse nan, which no range refuses, and infinity."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number")
+    return value
+
+
+def numbers(text: str, name: str) -> tuple[int, ...]:
+    """Positive whole numbers joined by commas, each once. Raises ValueError naming the option."""
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         found = ()
     if not found or min(found) < 1:
@@ -84,32 +88,3 @@ def random_weights(weights: str | None, *, needed: bool) -> bool:
     if weights is None and needed:
         raise ValueError("a result must say what the weights were: add --weights real or --weights random")
     return weights == "random"
-
-
-class Keeper:
-    """Writes a result that grows, where that was asked for, each time in the place of what it wrote before: an end by
-    force loses the last part alone."""
-
-    def __init__(self, wanted: bool, folder: pathlib.Path | None) -> None:
-        self._wanted = wanted
-        self._folder = folder or default_directory()
-        self.path: pathlib.Path | None = None
-
-    def __call__(self, result: Result) -> None:
-        """Write the result as it is now."""
-        if not self._wanted:
-            return
-        self.path = save(result, self._folder, over=self.path)
-
-
-def finish(result: Result, *, as_json: bool, kept: Keeper, weights_said: bool = True) -> None:
-    """Show a result on standard output and say where it was written; tables tell of weights what was said."""
-    end_progress()
-    if kept.path is not None:
-        print(f"wrote {kept.path}", file=sys.stderr)
-    elif as_json:
-        check(result)
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
-    else:
-        print(result_section(result, weights_said=weights_said))

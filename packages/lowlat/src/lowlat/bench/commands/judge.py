@@ -9,7 +9,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from lowlat.bench.commands.common import Folder, end_progress, plain_errors, say
+from lowlat.bench.commands.common import Folder, check_output, finite, plain_errors
+from lowlat.bench.progress import end_progress, say
 
 COMPARE_EPILOG = """
 Example:
@@ -50,7 +51,7 @@ def compare(
     a: Annotated[pathlib.Path, typer.Argument(help="The result before.")],
     b: Annotated[pathlib.Path, typer.Argument(help="The result after.")],
     threshold: Annotated[
-        float, typer.Option("--threshold", min=0, help="Changes below this fraction count as none.")
+        float, typer.Option("--threshold", min=0, callback=finite, help="Changes below this fraction count as none.")
     ] = 0.02,
     as_json: AsJson = False,
 ) -> None:
@@ -93,6 +94,7 @@ def gate(
             raise ValueError(f"--only {only!r} is none of instructions, bytes, times")
         place = baseline or judge.default_baseline()
         if update:
+            check_output(place, "--baseline")
             judge.save_baseline(current_baseline(say), place)
             end_progress()
             print(f"wrote {place}", file=sys.stderr)

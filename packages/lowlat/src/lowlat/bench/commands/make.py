@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lowlat.bench.commands.common import counter, end_progress, plain_errors, say
+from lowlat.bench.commands.common import plain_errors
+from lowlat.bench.progress import counter, end_progress, say
 
 EPILOG = """
 Examples:
@@ -49,7 +50,7 @@ def _make_v41(model: str, folder: pathlib.Path, layers: int | None, seed: int) -
 def make_model(
     model: Annotated[str, typer.Argument(help="Preset, or a folder with a config.json.")],
     folder: Annotated[pathlib.Path, typer.Argument(help="New folder to write.")],
-    layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Keep only so many layers.")] = None,
     max_context: Annotated[
         int | None, typer.Option("--max-context", min=1, help="Longest context; default: the shape's own.")
     ] = None,
@@ -58,7 +59,7 @@ def make_model(
         pathlib.Path | None,
         typer.Option("--tokenizer", help="Folder with a tokenizer.json; default: the embedded model's."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the weights.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the weights.")] = 0,
     device: Annotated[
         str, typer.Option("--device", help="Where weights are drawn: cpu, or cuda, which is faster and draws others.")
     ] = "cpu",

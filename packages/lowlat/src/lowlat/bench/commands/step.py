@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-from lowlat.bench.commands.common import AsJson, Folder, Keeper, Save, finish, numbers, plain_errors, say
+from lowlat.bench.commands.common import AsJson, Folder, Save, finite, numbers, plain_errors
+from lowlat.bench.keeper import Keeper, finish
+from lowlat.bench.progress import say
+from lowlat.bench.step_options import LEAST_CEILING_GB, MOST_STEPS, StepOptions
 
 EPILOG = """
 Examples:
@@ -44,7 +47,7 @@ def step(
     random_folder: Annotated[
         bool, typer.Option("--random-folder", help="The folder's weights are random (`make-model`).")
     ] = False,
-    layers: Annotated[int | None, typer.Option("--layers", help="Keep only so many layers.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Keep only so many layers.")] = None,
     arms: Annotated[
         str, typer.Option("--arms", help="Arms joined by commas.")
     ] = "general,torch-eager-graph,read-floor",
@@ -55,19 +58,27 @@ def step(
         typer.Option("--dtype", help="float32, bfloat16 or float16; default: float32 on a CPU, else bfloat16."),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    tp: Annotated[int, typer.Option("--tp", help="Ranks, for the byte counts of the read-floor arm.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks, for the byte counts of the read-floor arm.")] = 1,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's own choice.")
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="Rounds of A B B A.")] = 8,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of A B B A.")] = 8,
     steps: Annotated[
-        int, typer.Option("--steps", help="Steps in each measurement; a round holds two for each arm.")
+        int,
+        typer.Option(
+            "--steps", min=1, max=MOST_STEPS, help="Steps in each measurement; a round holds two for each arm."
+        ),
     ] = 5,
     ceiling_gb: Annotated[
         float | None,
-        typer.Option("--ceiling-gb", help="Buffer of the read ceiling; default: 8.6 on a GPU, 0.5 on a CPU."),
+        typer.Option(
+            "--ceiling-gb",
+            min=LEAST_CEILING_GB,
+            callback=finite,
+            help="Buffer of the read ceiling; default: 8.6 on a GPU, 0.5 on a CPU.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of random weights.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of random weights.")] = 0,
     as_json: AsJson = False,
     save: Save = False,
     results: Folder = None,
@@ -77,7 +88,7 @@ def step(
         import torch
 
         from lowlat.bench.local_server import ended_by_signals
-        from lowlat.bench.step import StepOptions, run_step
+        from lowlat.bench.step import run_step
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -89,9 +100,8 @@ def step(
             dtype=dtype or ("float32" if place == "cpu" else "bfloat16"), device=place, tp=tp, rounds=rounds,
             steps=steps, seed=seed, ceiling_gb=ceiling_gb,
         )  # fmt: skip
-        kept = Keeper(save, results)
-        with ended_by_signals():  # a model that was written for the occasion goes then too
-            outcome = run_step(options, say, measured=lambda outcome: kept(outcome.result))
-        finish(outcome.result, as_json=as_json, kept=kept)
+        with ended_by_signals(), Keeper(save, results, as_json=as_json) as kept:
+            outcome = run_step(options, say, begun=kept.begin, measured=lambda outcome: kept(outcome.result))
+            finish(outcome.result, as_json=as_json, kept=kept)
         for name, reason in outcome.unavailable.items():
             print(f"{name} was left out: {reason}", file=sys.stderr)
