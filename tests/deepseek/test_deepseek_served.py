@@ -31,7 +31,7 @@ def run(core: EngineCore, requests: list[GenerateRequest], late: list[GenerateRe
         if turn == 5:
             for request in late:
                 core.submit(request)
-        for output in core.turn(10):
+        for output in core.turn():
             answers.setdefault(output.id, []).extend(output.token_ids)
         core.scheduler.check()
         if not core.has_work:
@@ -183,7 +183,7 @@ def scores(core: EngineCore, request: GenerateRequest) -> tuple[list[float], lis
     core.submit(request)
     prompt, answer = [], []
     while core.has_work:
-        for output in core.turn(10):
+        for output in core.turn():
             prompt += [entry.logprob for entry in output.prompt_logprobs or []]
             answer += [entry.logprob for entry in output.logprobs or []]
     return prompt, answer

@@ -75,7 +75,7 @@ def run(core: EngineCore, *requests: GenerateRequest) -> dict[str, list[RequestO
     for request in requests:
         core.submit(request)
     for _ in range(2000):
-        for output in core.turn(10):
+        for output in core.turn():
             outputs[output.id].append(output)
         core.scheduler.check()
         if not core.has_work:

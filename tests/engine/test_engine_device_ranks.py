@@ -123,7 +123,7 @@ def test_ranks_are_told_what_auto_means(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_that_fails_ends_all_with_its_own_words(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOWLAT_TEST_BREAK", "9")
-    engine = Engine(model=str(tiny), tensor_parallel=2, **SETTINGS, watchdog_s=10)
+    engine = Engine(model=str(tiny), tensor_parallel=2, **SETTINGS)
     try:
         assert isinstance(engine._core.executor._rank0, DeviceExecutor)  # type: ignore[attr-defined]
         with pytest.raises(ExecutorError, match=r"^rank 1: .*RankLostError: a planted failure$"):
@@ -134,7 +134,7 @@ def test_a_rank_that_fails_ends_all_with_its_own_words(tiny: Path, monkeypatch: 
 
 def test_a_group_that_gave_up_answers_with_an_error(tiny: Path):
     """Not with what steps computed from parts that never came."""
-    engine = Engine(model=str(tiny), tensor_parallel=2, **SETTINGS, watchdog_s=10)
+    engine = Engine(model=str(tiny), tensor_parallel=2, **SETTINGS)
     try:
         stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=100, temperature=0))
         next(stream)
@@ -149,4 +149,4 @@ def test_a_group_that_gave_up_answers_with_an_error(tiny: Path):
 def test_a_rank_that_fails_while_it_starts_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOWLAT_TEST_BREAK", "1")  # the first step, before the engine is ready
     with pytest.raises(SetupError, match=r"^rank 1: RankLostError: a planted failure$"):
-        Engine(model=str(tiny), tensor_parallel=2, **SETTINGS, watchdog_s=10)
+        Engine(model=str(tiny), tensor_parallel=2, **SETTINGS)

@@ -57,11 +57,11 @@ def test_two_and_four_ranks_answer_like_one(tiny: Path):
 
 def test_more_ranks_than_key_value_heads_are_refused(tiny: Path):
     with pytest.raises((UnsupportedModelError, ExecutorError, RuntimeError), match="use --tp 4 or less"):
-        Engine(model=str(tiny), tensor_parallel=5, threads=1, kv_tokens=512, watchdog_s=10)
+        Engine(model=str(tiny), tensor_parallel=5, threads=1, kv_tokens=512)
 
 
 def test_a_lost_rank_is_an_error(tiny: Path):
-    engine = Engine(model=str(tiny), tensor_parallel=2, threads=1, kv_tokens=512, watchdog_s=10)
+    engine = Engine(model=str(tiny), tensor_parallel=2, threads=1, kv_tokens=512)
     try:
         stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=100, temperature=0))
         next(stream)

@@ -62,6 +62,9 @@ def test_steps_are_launched_ahead_of_tokens_under_a_grammar(engine: Engine, monk
 
 def test_preempted_requests_find_back_into_their_grammar(byte_folder: Path, alone: list[Any]):
     with Engine(model=str(byte_folder), **SETTINGS | {"kv_tokens": 112, "max_context": 100}) as engine:
+        for grammar in (REGEX, WORDS, CROWD[-1].grammar):
+            engine.generate([1], SamplingParams(max_tokens=1, grammar=grammar))
+        # All grammars have compiled: nobody comes later than the others.
         assert crowd(engine) == alone
         assert engine._core.stats().preemptions > 0
 

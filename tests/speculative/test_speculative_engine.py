@@ -57,7 +57,7 @@ def test_a_small_pool_and_cancels_change_nothing(
     with Engine(model=str(target), spec_width=5, **options[spec], **settings) as engine:
         engine._core.submit(doomed)
         for _ in range(6):
-            engine._core.turn(10)
+            engine._core.turn()
         engine._core.abort("doomed")
         answers = run_all(engine, requests[:4], late)
         answers.pop("doomed", None)
