@@ -14,6 +14,9 @@ from lowlat_nvidia.deepseek_v4 import attention_chain as chains
 from lowlat_nvidia.deepseek_v4 import attention_reference as reference
 
 pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x86-64")
+# Sums are exact here (on a GPU they are not: test_nvidia_chain_numerics.py). What is left are weights and means of keys
+# in float16, and values that these move by a step of FP8.
+BOUND = 8e-3
 PLAN = chains.ChainPlan(hidden=256, latent=256, groups=4, group_outputs=64)
 
 
@@ -43,18 +46,21 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedChain]:
         yield EmulatedChain(reference.random_weights(PLAN, "cpu"), kernels)
 
 
-@pytest.mark.parametrize(("early", "rows", "window", "chosen"), [(True, 3, 128, 512), (False, 1, 5, 70)])
+@pytest.mark.parametrize(
+    ("early", "rows", "window", "chosen"), [(True, 3, 128, 512), (False, 1, 5, 70), (True, 2, 9, 0), (False, 1, 1, 0)]
+)
 def test_the_kernels_are_right_on_a_cpu(chain: EmulatedChain, early: bool, rows: int, window: int, chosen: int) -> None:
+    torch.manual_seed(rows + window)
     inputs = reference.random_inputs(PLAN, rows, "cpu", window=window, chosen=chosen)
     theirs = copy.deepcopy(inputs)
     chain.out_RO.fill_(float("nan"))
     out = chain.run(inputs, 1, early=early)
     chain.finish()
     expected, data, scales = reference.attention_region(chain.weights, theirs, PLAN.groups, chain.eps)
-    assert ((out.float() - expected).norm() / expected.norm()).item() < 1.5e-2
+    assert ((out.float() - expected).norm() / expected.norm()).item() < BOUND
     for row in range(rows):
         mine, mine_scales = reference._window_entry(inputs, int(inputs.window_RW[row, -1]))
-        assert (mine == data[row]).float().mean() > 0.97
+        assert (mine == data[row]).float().mean() > 0.999
         assert torch.equal(mine_scales, scales[row])
     latent, query = chain.exchanged[:2]
     assert (latent == 255).all()

@@ -5,6 +5,8 @@ Suffixes as in attention_chain.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -94,16 +96,26 @@ def _chosen_entry(inputs: ChainInputs, entry: int) -> Tensor:
     return fp4_values(packed) * scale.repeat_interleave(16)
 
 
+def exact_product(x_RK: Tensor, raw_OK: Tensor, scale: Tensor) -> Tensor:
+    """Quantised rows times FP8 weights, [R, O] float32."""
+    return x_RK @ _weight(raw_OK, scale).T
+
+
 def attention_region(
-    weights: ChainWeights, inputs: ChainInputs, groups: int, eps: float
+    weights: ChainWeights,
+    inputs: ChainInputs,
+    groups: int,
+    eps: float,
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] = exact_product,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Grouped outputs [R, O] float32, and the FP8 bytes and scale bytes of the step's keys.
 
-    `inputs.window` is changed as the kernels change it: the step's keys are put into their entries.
+    `inputs.window` is changed as the kernels change it: the step's keys are put into their entries. `product` stands in
+    for the products of weights, where another rounding is of interest.
     """
     x, rows = quantise(inputs.x_RH), len(inputs.x_RH)
-    query_latent = (x @ _weight(weights.wq_a, weights.wq_a_scale).T).bfloat16().float()
-    key_latent = (x @ _weight(weights.wkv, weights.wkv_scale).T).bfloat16().float()
+    query_latent = product(x, weights.wq_a, weights.wq_a_scale).bfloat16().float()
+    key_latent = product(x, weights.wkv, weights.wkv_scale).bfloat16().float()
     key = _rotate(_norm(key_latent, weights.key_norm, eps), inputs.angles_R2P, 1.0).bfloat16().float()
     data, scales = encode_keys(key)
     for row, entry in enumerate(inputs.window_RW[:, -1].tolist()):
@@ -111,7 +123,7 @@ def attention_region(
         into.copy_(data[row])
         into_scales.copy_(scales[row])
     latent = quantise(_norm(query_latent, weights.query_norm, eps))
-    query = (latent @ _weight(weights.wq_b, weights.wq_b_scale).T).bfloat16().float().view(rows, HEADS, DIM)
+    query = product(latent, weights.wq_b, weights.wq_b_scale).bfloat16().float().view(rows, HEADS, DIM)
     query = _rotate(query, inputs.angles_R2P, 1.0).bfloat16().float()
     mixed = torch.empty_like(query)
     for row in range(rows):
@@ -128,5 +140,5 @@ def attention_region(
         mixed[row] = scores.softmax(-1)[:, :-1] @ keys_KD
     mixed = _rotate(mixed, inputs.angles_R2P, -1.0).bfloat16().float()
     grouped = quantise(mixed.reshape(rows, -1)).view(rows, groups, -1)
-    matrices = _weight(weights.wo_a, weights.wo_a_scale).view(groups, -1, grouped.shape[-1])
-    return torch.einsum("rgk,gok->rgo", grouped, matrices).flatten(1), data, scales
+    parts = zip(grouped.unbind(1), weights.wo_a.chunk(groups), weights.wo_a_scale.chunk(groups), strict=True)
+    return torch.cat([product(*part) for part in parts], 1), data, scales
