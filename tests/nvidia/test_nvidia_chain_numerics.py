@@ -3,8 +3,8 @@
 By what is published about it, it brings the 32 products of a group to the largest one's exponent, keeps 13 bits behind
 the point, and gives a sum of so many bits, too. A part of 2^-13 is little, but two steps make more of it. A value that
 crosses a border of FP8 moves by 1/16 to 1/8 of itself: relative to the norm, a difference of d becomes about the root
-of d / 10. And where a row has one key, a head's 512 values are the weight of that key times eight mantissas: values of one
-mantissa cross together or not at all, so that most inputs are close and a few are far.
+of d / 10. And where a row has one key, a head's 512 values are the weight of that key times eight mantissas: values of
+one mantissa cross together or not at all, so that most inputs are close and a few are far.
 """
 
 from __future__ import annotations
