@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowlat.cache.layout import KVLayout
-from lowlat.engine import sampler
+from lowlat.engine import host_drawing
 from lowlat.engine.batch import PlanLimits, SlotSampling
 from lowlat.engine.device_sampler import SamplingMode, choose
 from lowlat.engine.device_state import DeviceState
@@ -32,7 +32,7 @@ def test_random_numbers_are_the_same_bits(seed, position, first):
     signed = seed - (1 << 64) if seed >> 63 else seed
     ids = torch.arange(first, first + 9)
     mine = uniforms(torch.tensor([signed]), torch.tensor([position]), ids)[0]
-    assert mine.tolist() == sampler.uniforms(seed, position, ids.numpy()).tolist()
+    assert mine.tolist() == host_drawing.uniforms(seed, position, ids.numpy()).tolist()
 
 
 SETTINGS = st.builds(

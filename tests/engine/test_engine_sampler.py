@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowlat.engine.batch import SlotSampling
-from lowlat.engine.sampler import BadLogitsError, gumbel, sample, uniforms
+from lowlat.engine.host_drawing import draw, gumbel, token_keys, uniforms
+from lowlat.engine.sampler import BadLogitsError, sample
 
 
 def setting(
@@ -113,6 +114,23 @@ def test_alike_distributions_draw_the_same_token_often():
     assert same > (1 - distance) / (1 + distance) - 0.02
     assert same < 1 - distance + 0.02
     assert gumbel(5, 9, np.arange(3)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.02, 0.8, 2.0, 50.0])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0, 300.0])
+def test_the_drawn_token_is_that_of_all_sums(temperature: float, scale: float):
+    """What is left out by a bound could not have been drawn: against sums for every token."""
+    generator = torch.Generator().manual_seed(4)
+    tokens = np.arange(3000)
+    few = torch.arange(0, 3000, 7)
+    for place in range(60):
+        logits = torch.randn(3000, generator=generator) * scale
+        logits[:50] = -math.inf
+        sums = logits.double().mul_(1.25).div_(temperature) + gumbel(9, place, tokens)
+        assert draw(logits, 1.25, temperature, 9, place, None) == int(sums.argmax())
+        found = draw(logits[few], 1.25, temperature, 9, place, token_keys(few.numpy()))
+        assert found == int(sums[few].argmax())
+    assert draw(torch.zeros(1), 1.0, temperature, 9, 0, None) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-6, 1e-4])

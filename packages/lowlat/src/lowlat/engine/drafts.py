@@ -14,6 +14,7 @@ from lowlat.cache.groups import bytes_per_token, whole
 from lowlat.cache.layout import KVLayout, KVPool
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.device_runner import DeviceRunner
+from lowlat.engine.host_drawing import token_keys
 from lowlat.engine.runner import ModelRunner
 from lowlat.engine.sampler import draw_guess
 from lowlat.engine.setup_error import SetupError
@@ -75,9 +76,8 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build
 
 
 def _choose(runner: ModelRunner, tokens_V: torch.Tensor | None = None, sharpness: float = 1.0) -> Choose:
-    return lambda logits_V, slot, position: draw_guess(
-        logits_V, runner.sampling_of(slot), position, tokens_V, sharpness
-    )
+    keys_V = None if tokens_V is None else token_keys(tokens_V.numpy())
+    return lambda logits_V, slot, position: draw_guess(logits_V, runner.sampling_of(slot), position, keys_V, sharpness)
 
 
 class _SmallModel:

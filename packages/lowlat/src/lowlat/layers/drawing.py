@@ -1,7 +1,7 @@
-"""Drawing tokens on the device, by the law of `engine/sampler.py` (decision 0105): every token of the vocabulary has a
-random number of its own, a hash of seed, place and token, and the one with the largest sum of logit over temperature
-and Gumbel noise is drawn. That is a draw from their softmax (Gumbel 1954; Maddison et al. 2014), and two distributions
-that are alike draw the same token often, since they see the same noise.
+"""Drawing tokens on the device, by the law of `engine/host_drawing.py` (decision 0105): every token of the vocabulary
+has a random number of its own, a hash of seed, place and token, and the one with the largest sum of logit over
+temperature and Gumbel noise is drawn. That is a draw from their softmax (Gumbel 1954; Maddison et al. 2014), and two
+distributions that are alike draw the same token often, since they see the same noise.
 
 The kernel is in `triton/drawing.py`.
 
@@ -48,12 +48,12 @@ def draw(
 
 
 def gumbel(seed_M: torch.Tensor, position_M: torch.Tensor, ids_V: torch.Tensor) -> torch.Tensor:
-    """`sampler.gumbel` of many, float64 [M, V]; seeds are 64-bit numbers as int64."""
+    """`host_drawing.gumbel` of many, float64 [M, V]; seeds are 64-bit numbers as int64."""
     return -(-uniforms(seed_M, position_M, ids_V).log()).log()
 
 
 def uniforms(seed_M: torch.Tensor, position_M: torch.Tensor, ids_V: torch.Tensor) -> torch.Tensor:
-    """`sampler.uniforms` of many, float64 [M, V], bit for bit."""
+    """`host_drawing.uniforms` of many, float64 [M, V], bit for bit."""
     gamma = _signed(_GAMMA)
     stream_M = _mix(seed_M ^ _mix(position_M + gamma))
     value_MV = _mix(stream_M[:, None] + (ids_V + 1) * gamma)
