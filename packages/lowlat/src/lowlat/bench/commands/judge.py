@@ -29,7 +29,8 @@ Examples:
   lowlat bench gate --update           take today's counts as the baseline
 
 Judged: instructions of host work a step (scripted executor under callgrind), bytes of a step, and times as a ratio to
-a fixed piece of work in the same run, only beyond 1.5 times after three repeats.
+a fixed piece of work in the same run, only beyond 1.5 times after three repeats. What is in the baseline or in today's
+counts alone fails too, and so does a kind of which nothing was judged (another Python than the baseline's, say).
 """
 
 REPORT_EPILOG = """
@@ -104,9 +105,19 @@ def gate(
         if as_json:
             print(msgspec.json.encode(findings).decode())
         for finding in findings if not as_json else []:
-            figures = f"{finding.value:,g} against {finding.baseline:,g}" if finding.value is not None else ""
+            figures = " against ".join(
+                f"{value:,.0f}" if value >= 1000 else f"{value:g}"  # the last byte counts
+                for value in (finding.value, finding.baseline)
+                if value is not None
+            )
             print(f"{finding.verdict:10}  {finding.kind:12}  {finding.name:28}  {figures}  {finding.reason}")
-        if any(finding.verdict == "worse" for finding in findings):
+        failed = [finding.name for finding in findings if finding.verdict in judge.FAILING]
+        unjudged = judge.not_judged(findings)
+        if failed or unjudged:
+            print(
+                "error: " + "; ".join([*unjudged, *([f"failed: {', '.join(failed)}"] if failed else [])]),
+                file=sys.stderr,
+            )
             raise typer.Exit(1)
 
 
