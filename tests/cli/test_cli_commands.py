@@ -32,7 +32,7 @@ def run(*arguments, input=None, **environment):
         input=input,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"} | environment,
     )
 

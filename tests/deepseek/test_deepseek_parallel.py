@@ -30,7 +30,7 @@ def runs(tiny_v41: Path, tiny_v4: Path, tmp_path_factory: pytest.TempPathFactory
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(timeout=120)
+            rank.join(timeout=600)
             assert rank.exitcode == 0, [path.read_text()[-2000:] for path in folder.glob("error.*")]
         found[size] = [load_file(str(folder / f"{size}.{rank}")) for rank in range(size)]
     return found

@@ -39,7 +39,7 @@ def pool() -> Iterator[GrammarPool]:
 
 
 def until(pool: GrammarPool, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         pool.poll(0.05)

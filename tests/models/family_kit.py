@@ -246,7 +246,7 @@ class ThreadRanks:
     """A tensor-parallel group whose ranks are threads of this process."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=300)
         self._parts: list[Any] = [None] * size
         self.sums = 0
         self.ranks: list[Communicator] = [_ThreadRank(self, Shard(rank, size)) for rank in range(size)]

@@ -588,7 +588,7 @@ def rank_main(rank: int, folder: str, architecture: str) -> None:
 def test_two_gloo_ranks_agree_or_both_refuse(architecture, said, tmp_path):
     command = [sys.executable, __file__, str(tmp_path), architecture]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    outputs = [process.communicate(timeout=90)[0] for process in ranks]
+    outputs = [process.communicate(timeout=600)[0] for process in ranks]
     assert all(said in output for output in outputs), outputs
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from plugin_zoo import installed, zoo_case, zoo_spec
+from plugin_zoo import WaitsForEver, installed, zoo_case, zoo_spec
 
 from lowlat_plugin import (
     Code,
@@ -119,11 +119,14 @@ def test_numerics_beyond_the_bound_disable_that_width_with_the_number():
 
 def test_a_wait_that_never_ends_is_given_up_by_name():
     host = ReferenceHost(zoo_case(deadline_s=0.2))
-    low = installed("WaitsForEver", host, min_deadline_s=0.1)
-    assert Code.DEADLINE in codes(low)
-    assert low.state is State.FAILED
-    assert low.kernel.engine is not None, "what the hanging thread works on was closed"
-    general_still_right(host)
+    try:
+        low = installed("WaitsForEver", host, min_deadline_s=0.1)
+        assert Code.DEADLINE in codes(low)
+        assert low.state is State.FAILED
+        assert low.kernel.engine is not None, "what the hanging thread works on was closed"
+        general_still_right(host)
+    finally:
+        WaitsForEver.over.set()
 
 
 def test_a_plan_that_changes_after_capture_is_caught():
@@ -215,7 +218,7 @@ def test_suspend_gives_memory_back_and_resume_proves_again():
 
 
 def on_two_ranks(kernel: str, policy: Policy = Policy.AUTO) -> list[LowLatency | BaseException]:
-    ranks = ThreadRanks(2, timeout_s=20)
+    ranks = ThreadRanks(2, timeout_s=120)
     results: list = [None, None]
 
     def run(rank: int) -> None:
@@ -228,8 +231,7 @@ def on_two_ranks(kernel: str, policy: Policy = Policy.AUTO) -> list[LowLatency |
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+        thread.join()
     return results
 
 
@@ -268,7 +270,7 @@ def test_what_one_rank_finds_all_ranks_act_on(kernel, code):
 
 
 def test_a_library_that_is_missing_on_one_rank_stops_all_ranks():
-    ranks = ThreadRanks(2, timeout_s=20)
+    ranks = ThreadRanks(2, timeout_s=120)
     lows = []
     for rank in range(2):
         registry = Registry()
@@ -279,7 +281,7 @@ def test_a_library_that_is_missing_on_one_rank_stops_all_ranks():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert [low.state for low in lows] == [State.FAILED] * 2
     assert all(codes(low) == {Code.RANKS_DIFFER} for low in lows)
 
