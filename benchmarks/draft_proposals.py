@@ -135,13 +135,19 @@ def measure(plan: MarkovPlan, requests: int, temperature: float, rounds: int, ce
     for one in sets:
         one.ended_well()
     common: dict[str, Any] = {
-        "workload": f"markov-{plan.vocabulary}x{plan.rank}", "metric": "step_us", "rows": requests, "width": STEPS,
+        "metric": "step_us", "rows": requests, "width": STEPS,
         "dtype": "bfloat16", "concurrency": requests, "tp": plan.ranks,
         "bytes": plan.head_bytes + requests * STEPS * plan.local_vocabulary * 4,
     }  # fmt: skip
     note = f"{STEPS} proposals, temperature {temperature}, {SETS} weight sets in turn"
     rows = [
-        row_from_samples(times, note=note, read_ceiling_tb_s=ceiling, **fields(name), **common)
+        row_from_samples(
+            times,
+            note=note,
+            read_ceiling_tb_s=ceiling,
+            **fields(name, f"markov-{plan.vocabulary}x{plan.rank}"),
+            **common,
+        )
         for name, times in samples.items()
     ]
     for name, row in zip(samples, rows, strict=True) if rank == 0 else ():

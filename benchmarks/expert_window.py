@@ -160,9 +160,9 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
         )
         for arm in measured.rounds:
             row = row_from_samples(
-                measured.samples(arm), workload=f"experts-{name}", metric="step_us", rows=rows, dtype="fp4",
-                tp=4, bytes=int(size), read_ceiling_tb_s=ceiling,
-                note=f"one GPU's part of TP 4; {SETS} weight sets in turn", **fields(arm, distinct_experts=distinct),
+                measured.samples(arm), metric="step_us", rows=rows, dtype="fp4",
+                tp=4, bytes=int(size), read_ceiling_tb_s=ceiling, details={"distinct_experts": distinct},
+                note=f"one GPU's part of TP 4; {SETS} weight sets in turn", **fields(arm, f"experts-{name}"),
             )  # fmt: skip
             found.append(row)
             print(

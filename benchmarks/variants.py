@@ -8,10 +8,10 @@ from typing import Any
 from lowlat.bench.stats import median_interval
 
 
-def fields(name: str, **details: float) -> dict[str, Any]:
-    """Fields of a result's row for `ARM` or `ARM VARIANT`, with further details."""
+def fields(name: str, workload: str) -> dict[str, Any]:
+    """Arm and workload of a result's row for `ARM` or `ARM VARIANT`."""
     arm, _, variant = name.partition(" ")
-    return {"arm": arm, "details": {**details, **({"variant": variant} if variant else {})}}
+    return {"arm": arm, "workload": f"{workload}, {variant}" if variant else workload}
 
 
 def verdict(samples: Mapping[str, Sequence[float]], arm: str = "lowlat-nvidia") -> str:

@@ -58,13 +58,27 @@ def test_kernels_of_two_stages_fit_one_multiprocessor():
         assert shared[first] + shared[second] + 2 * 1024 <= available, (first, second)
 
 
-def test_registers_hold_two_kernels_at_once():
+@pytest.mark.parametrize("plan", [ChainPlan(), ChainPlan(group_alone=False, prefetch=False)], ids=str)
+def test_registers_hold_two_kernels_at_once(plan):
     pytest.importorskip("cuda.bindings.nvrtc")
     from lowlat_nvidia.jit import compile_cubin
 
-    _, log = compile_cubin("attention_chain.cu", ChainPlan().definitions(), cache=False, verbose=True)
+    _, log = compile_cubin("attention_chain.cu", plan.definitions(), cache=False, verbose=True)
+    names = re.findall(r"Compiling entry function '(\w+)'", log)
     spilled = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
     registers = [(int(found) + 7) // 8 * 8 for found in re.findall(r"Used (\d+) registers", log)]
-    assert len(spilled) == len(registers) == 4
+    assert len(names) == len(spilled) == len(registers) == 4
     assert max(spilled) <= 16
     assert sum(sorted(registers)[2:]) * THREADS <= 65536
+    of = dict(zip(names, registers, strict=True))
+    assert 2 * of["group_project"] * THREADS <= 65536
+    assert (of["group_project"] + of["attend"]) * THREADS <= 65536
+
+
+def test_two_blocks_of_the_grouped_projection_fit_where_it_is_not_alone():
+    available = 228 * 1024
+    alone, beside = ChainPlan().shared(), ChainPlan(group_alone=False).shared()
+    assert 2 * (alone["group"] + 1024) > available
+    assert 2 * (beside["group"] + 1024) <= available
+    assert beside["group"] + beside["attend"] + 2 * 1024 <= available
+    assert {**alone, "group": 0} == {**beside, "group": 0}

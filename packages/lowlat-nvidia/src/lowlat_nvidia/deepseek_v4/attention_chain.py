@@ -34,8 +34,9 @@ class ChainDeadlineError(RuntimeError):
 class ChainPlan:
     """Sizes of one GPU's part. Raises ValueError with the field that does not fit.
 
-    `prefetch`: kernels ask for later kernels' weights, which wait for them in the L2. `stamps`: blocks note when
-    their phases end, in nanoseconds.
+    `prefetch`: kernels ask for later kernels' weights, which wait for them in the L2. `group_alone`: blocks of the
+    grouped projection have a multiprocessor each; without, it takes two of them, or one beside one of attention's.
+    `stamps`: blocks note when their phases end, in nanoseconds.
     """
 
     hidden: int = 5120
@@ -43,6 +44,7 @@ class ChainPlan:
     groups: int = 2
     group_outputs: int = 1024
     prefetch: bool = True
+    group_alone: bool = True
     stamps: bool = False
 
     def __post_init__(self) -> None:
@@ -76,9 +78,10 @@ class ChainPlan:
         """Bytes of shared memory of a block of each kernel. A multiprocessor has 227 KB for those that overlap."""
         keys = (WINDOW + CHOSEN) // BLOCKS_A_ROW
         attend = keys * (DIM * 2 + 16) + 4 * HEADS * keys * 4 + HEADS * 176 + 1280
+        group = _product_bytes(self.group_inputs // CLUSTER, CLUSTER)
         return {
             "down": _product_bytes(self.hidden // CLUSTER, CLUSTER), "up": max(_product_bytes(self.latent, 1), ALONE),
-            "attend": attend, "group": max(_product_bytes(self.group_inputs // CLUSTER, CLUSTER), ALONE),
+            "attend": attend, "group": max(group, ALONE) if self.group_alone else group,
         }  # fmt: skip
 
 
