@@ -19,7 +19,11 @@ from lowlat_nvidia.deepseek_v4.attention_chain import (
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
-PLANS = {"headline": ChainPlan(), "small": ChainPlan(hidden=1024, latent=256, groups=2, group_outputs=128)}
+PLANS = {
+    "headline": ChainPlan(),
+    "beside": ChainPlan(group_alone=False, prefetch=False),
+    "small": ChainPlan(hidden=1024, latent=256, groups=2, group_outputs=128),
+}
 # FP8 quantisation of what comes between turns a last bit into a step of 1/16 for single values; relative to the norm.
 # With few keys values take such steps together: test_nvidia_chain_numerics.py derives both bounds.
 BOUND, FEW_KEYS_BOUND = 1.5e-2, 2.5e-2
