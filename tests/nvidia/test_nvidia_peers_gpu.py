@@ -4,7 +4,10 @@ never publishes. Two GPUs at least.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +39,28 @@ def same_everywhere(value: Any) -> bool:
     return all(other == value for other in found)
 
 
+@contextlib.contextmanager
+def others_never_publish(
+    rank: int, one: Any, spin_limit: int, run: Callable[[], object], buffers: list[PeerBuffer]
+) -> Iterator[None]:
+    """Rank 0 launches alone. Where the caller looks for the error, every rank does; afterwards all may launch again."""
+    dist.barrier()
+    usual = one.spin_limit
+    if rank == 0:
+        one.spin_limit = spin_limit
+        run()
+        torch.cuda.synchronize()
+    dist.barrier()
+    yield
+    dist.barrier()
+    for buffer in buffers:
+        buffer.clear()
+    one.reset()
+    one.spin_limit = usual
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
 def output_projection(rank: int, ranks: int) -> None:
     plan, rows = OutputPlan(ranks=ranks), 6
     torch.manual_seed(0)
@@ -62,21 +87,11 @@ def output_projection(rank: int, ranks: int) -> None:
     for _ in range(300):
         one.run(inputs[rank], residual)
     right()
-    dist.barrier()
-    if rank == 0:  # the others never publish
-        one.spin_limit = 3000
-        one.run(inputs[rank], residual)
-        torch.cuda.synchronize()
-    dist.barrier()
-    with pytest.raises(OutputDeadlineError, match="rank 0 gave up waiting for another rank's tiles"):
+    with (
+        others_never_publish(rank, one, 3000, lambda: one.run(inputs[rank], residual), [inbox, error]),
+        pytest.raises(OutputDeadlineError, match="rank 0 gave up waiting for another rank's tiles"),
+    ):
         OutputProjection.explain(error.read_word(0))
-    dist.barrier()
-    for buffer in (inbox, error):
-        buffer.clear()
-    one.reset()
-    one.spin_limit = 2_000_000
-    torch.cuda.synchronize()
-    dist.barrier()
     right()
 
 
@@ -114,21 +129,12 @@ def proposals(rank: int, ranks: int) -> None:
         for _ in range(300):
             built.run(inputs)
         right()
-        dist.barrier()
-        if rank == 0:  # the others never publish
-            built.spin_limit = 2000
-            built.run(inputs)
-            torch.cuda.synchronize()
-        dist.barrier()
-        with pytest.raises(ProposalDeadlineError, match="words of proposal 0"):
+        run = functools.partial(built.run, inputs)
+        with (
+            others_never_publish(rank, built, 2000, run, [inbox, error]),
+            pytest.raises(ProposalDeadlineError, match="words of proposal 0"),
+        ):
             MarkovProposals.explain(error.read_word(0))
-        dist.barrier()
-        for buffer in (inbox, error):
-            buffer.clear()
-        built.reset()
-        built.spin_limit = 2_000_000
-        torch.cuda.synchronize()
-        dist.barrier()
         right()
 
 
