@@ -4,14 +4,16 @@
 
 Every request gets `max_tokens` words; the first leaves `ttft` after the request was read and word n leaves at `ttft + n
 * itl`, on an absolute schedule that does not drift. With `--tokens-per-chunk` several words leave together, as
-speculation makes them. With `--hold 3:9` answers of 3 tokens wait until 9 requests were read. It also takes the flags
-by which `lowlat bench ab` tells two servers apart. A word between spaces counts as a token. `GET /script/log` lists,
-for each request in order of arrival: what was asked, when it was read, and when each word was written (seconds).
+speculation makes them. With `--hold 3:9` answers of 3 tokens wait until 9 requests were read. `--fail-every`, `--usage`
+and `--models` make it a server that fails or says odd things. It also takes the flags by which `lowlat bench ab` tells
+two servers apart. A word between spaces counts as a token. `GET /script/log` lists, for each request in order of
+arrival: what was asked, when it was read, and when each word was written (seconds).
 """
 
 import argparse
 import asyncio
 import contextlib
+import http
 import json
 import time
 
@@ -30,6 +32,10 @@ class Script:
         kernels=None,
         gain=2.0,
         hold="0:0",
+        fail_every=None,
+        usage=None,
+        models=None,
+        models_status=200,
     ):
         self.held_tokens, self.held_until = map(int, hold.split(":"))
         self.low_latency = low_latency
@@ -37,6 +43,10 @@ class Script:
         self.ttft = ttft_ms / 1e3
         self.itl = itl_ms / 1e3 / (1.0 if low_latency == "off" else gain)
         self.tokens_per_chunk = tokens_per_chunk
+        self.fail_every = fail_every
+        self.usage = usage
+        self.models = models
+        self.models_status = models_status
         self.max_context = max_context
         self.model = model
         self.log = []
@@ -57,8 +67,8 @@ class Script:
 
 
 def reply(status, body):
-    data = json.dumps(body).encode()
-    reason = {200: "OK", 400: "Bad Request", 404: "Not Found"}[status]
+    data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    reason = http.HTTPStatus(status).phrase
     head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
@@ -103,8 +113,13 @@ async def generate(script, chat, body, writer):
     entry["ignore_eos"] = body.get("ignore_eos")
     entry["first"] = " ".join(words[:12])
     script.log.append(entry)
+    if script.fail_every and count > 4 and sum(e["tokens"] > 4 for e in script.log) % script.fail_every == 0:
+        writer.write(reply(500, {"error": {"message": "out of pages"}}))
+        return
     usage = {"prompt_tokens": len(words), "completion_tokens": count, "total_tokens": len(words) + count}
     usage["prompt_tokens_details"] = {"cached_tokens": script.cached(words)}
+    if script.usage is not None:
+        usage = json.loads(script.usage)
     while count == script.held_tokens and len(script.log) < script.held_until:
         await asyncio.sleep(0.005)
     start = time.perf_counter()
@@ -146,6 +161,8 @@ async def serve_connection(script, reader, writer):
             raw = await reader.readexactly(int(fields.get("content-length", 0)))
             if method == "POST" and path in ("/v1/chat/completions", "/v1/completions"):
                 await generate(script, "chat" in path, json.loads(raw), writer)
+            elif path == "/v1/models" and script.models is not None:
+                writer.write(reply(script.models_status, script.models))
             elif path == "/v1/models":
                 card = {"id": script.model, "object": "model", "owned_by": "scripted", "created": 0}
                 card["max_model_len"] = script.max_context
@@ -188,6 +205,10 @@ def main():
     parser.add_argument("--ttft-ms", type=float, default=60.0)
     parser.add_argument("--itl-ms", type=float, default=10.0)
     parser.add_argument("--tokens-per-chunk", type=int, default=1)
+    parser.add_argument("--fail-every", type=int, help="each so-many-th request of more than 4 tokens fails")
+    parser.add_argument("--usage", help="JSON that stands for every usage")
+    parser.add_argument("--models", help="body of the answer to /v1/models")
+    parser.add_argument("--models-status", type=int, default=200)
     parser.add_argument("--max-context", type=int, default=1 << 20)
     parser.add_argument("--model", default="scripted")
     parser.add_argument("--low-latency", choices=["off", "auto", "require"], default="off")

@@ -73,7 +73,7 @@ def test_both_sides_get_the_same_prompts_and_no_block_repeats_one():
         with local_server([], command=SCRIPTED) as server:
             for load in loads:
                 for block in (0, 1):
-                    records = ab._block(server, load, block)
+                    records = ab._block(server, load, block).records
                     assert [r.prompt_tokens for r in records] == [30] * load.users
             with urllib.request.urlopen(f"{server.url}/script/log") as response:
                 asked.append([entry["first"] for entry in json.load(response) if entry["tokens"] == 2])
@@ -84,13 +84,15 @@ def test_both_sides_get_the_same_prompts_and_no_block_repeats_one():
 def test_servers_started_one_at_a_time_and_agent_runs():
     turns = [Turn(output_tokens=6, input_tokens=16 * (i + 1), block_ids=tuple(range(i + 1))) for i in range(3)]
     agents = [Agent(id=f"a{i}", turns=turns, block_tokens=16) for i in range(2)]
-    loads = ab.agent_loads(agents, (2,), time_scale=0.0, max_turns=2)
+    loads = ab.agent_loads(agents, {2: "3 at a time were asked for"}, time_scale=0.0, max_turns=2)
     outcome = ab.run_ab(sides(one_at_a_time=True), loads, rounds=1)
     assert len(outcome.ready_s["general"]) == 2
     assert len(set(outcome.ready_s["lowlat-cpu"])) == 2
     rows = ab.ab_rows(without_noise(outcome), sides(), loads)
     assert {row.arm: row.samples for row in rows if row.metric == "ready_ms"} == {"general": 2, "lowlat-cpu": 2}
     assert next(row for row in rows if row.metric == "speedup").median == pytest.approx(2.0)
+    notes = {row.note for row in rows if row.metric == "tokens_per_s_user"}
+    assert notes == {"concurrency 2: 3 at a time were asked for"}
 
 
 def test_servers_started_together_and_both_ended_where_one_does_not_start():
@@ -126,14 +128,43 @@ def test_a_run_without_kernels_is_refused():
     ab.check_covered(outcome, 0.5)
 
 
-def test_a_failed_request_stops_the_comparison(monkeypatch):
-    async def fails(url, load, model, block):
-        return [Record(error="HTTP 500: out of pages", status=500)]
+ANSWERED = Record(sent=0.0, content_times=[0.1, 0.2, 0.3], ended=0.3, status=200, output_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (ab.Block([ANSWERED, Record(error="HTTP 500: out of pages", status=500)]), "1 of 2 requests failed.*of pages"),
+        (ab.Block([ANSWERED, Record(status=200, output_tokens=3)]), "1 of 2 requests failed.*no text came"),
+        (ab.Block([], "2 turns beyond the context were left out"), "no request was sent: 2 turns beyond"),
+    ],
+)
+def test_a_failed_request_stops_the_comparison(block, message, monkeypatch):
+    async def fails(url, load, model, number):
+        return block
 
     monkeypatch.setattr(ab, "_one_block", fails)
     loads = ab.long_prompt_loads((1,), input_tokens=20, output_tokens=12, requests=1)
-    with pytest.raises(RuntimeError, match="out of pages"):
+    with pytest.raises(RuntimeError, match=message):
         ab.run_ab(sides(), loads, rounds=1)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_turns_that_both_servers_leave_out_are_said_and_others_refused(same, monkeypatch):
+    texts = ["1 turns beyond the context were left out"] * 20 if same else [f"{i} turns" for i in range(20)]
+
+    async def leaves_out(url, load, model, number):
+        return ab.Block([ANSWERED], texts.pop())
+
+    monkeypatch.setattr(ab, "_one_block", leaves_out)
+    loads = ab.agent_loads([Agent(id="a", turns=[])], {1: ""}, time_scale=0.0, max_turns=None)
+    if not same:
+        with pytest.raises(RuntimeError, match="same turns"):
+            ab.run_ab(sides(), loads, rounds=1)
+        return
+    rows = ab.ab_rows(ab.run_ab(sides(), loads, rounds=1), sides(), loads)
+    notes = {row.note for row in rows if row.metric == "ttft_ms"}
+    assert notes == {"concurrency 1: 1 turns beyond the context were left out"}
 
 
 def test_sigterm_ends_the_server_too():

@@ -234,9 +234,8 @@ def played_servers(monkeypatch, blocks, error=KeyboardInterrupt):
                 raise error
             done.append((load.name, server.on))
         times = [(0.01 if server.on else 0.02) * (token + 1) for token in range(3)]
-        return [
-            Record(sent=0.0, content_times=times, ended=1.0, status=200, output_tokens=3) for _ in range(load.users)
-        ]
+        record = Record(sent=0.0, content_times=times, ended=1.0, status=200, output_tokens=3)
+        return ab.Block([record] * load.users)
 
     monkeypatch.setattr(ab, "_servers", lending)
     monkeypatch.setattr(ab, "_block", block)

@@ -7,13 +7,13 @@ import statistics
 import pytest
 
 from lowlat.bench import results
-from lowlat.bench.commands.load import find_target
-from lowlat.bench.load.client import Client, read_stream, split_events
+from lowlat.bench.load.client import Card, Client, read_stream, split_events
 from lowlat.bench.load.lengths import parse_lengths
 from lowlat.bench.load.metrics import Targets, load_rows, parse_targets, summarize
 from lowlat.bench.load.prompts import Scale, block_text, calibrate, filler
 from lowlat.bench.load.records import Record
 from lowlat.bench.load.serve import ServeOptions, plan_lengths, plan_trace, run_serve
+from lowlat.bench.load.target import find_target
 from lowlat.bench.load.traces import TraceRequest
 
 
@@ -93,8 +93,28 @@ def test_several_tokens_a_chunk_count_as_tokens(scripted):
     records, _ = run(server.url, options, scale=Scale())
     assert [len(r.content_times) for r in records] == [4, 4]
     assert [r.output_tokens for r in records] == [12, 12]
-    assert records[0].gap_s == pytest.approx((records[0].content_times[-1] - records[0].content_times[0]) / 11)
+    assert [r.first_tokens for r in records] == [3, 3]
+    assert records[0].gap_s == pytest.approx((records[0].content_times[-1] - records[0].content_times[0]) / 9)
     assert records[1].cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("times", "sizes", "tokens", "first", "gap"),
+    [
+        pytest.param([1.0, 1.1, 1.2, 1.3], [4, 4, 4, 4], 4, 1, 0.1, id="a token a chunk"),
+        pytest.param([1.0, 1.1, 1.2, 1.3], [40, 1, 1, 1], 4, 1, 0.1, id="a long first word"),
+        pytest.param([1.0, 1.0, 1.1, 1.2], [4, 4, 4, 4], 4, 2, 0.1, id="two chunks in one read"),
+        pytest.param([1.0, 1.1, 1.2, 1.3], [20, 4, 4, 4], 8, 5, 0.1, id="five tokens in the first chunk"),
+        pytest.param([1.0, 1.1, 1.2, 1.3], [4, 20, 4, 4], 8, 1, 0.3 / 7, id="five tokens in a later chunk"),
+        pytest.param([1.0, 1.1, 1.2, 1.3], [400, 4, 4, 4], 5, 2, 0.1, id="no more than the others leave"),
+        pytest.param([1.0, 1.0], [4, 4], 2, 2, None, id="all at once"),
+        pytest.param([1.0], [40], 9, 9, None, id="one chunk"),
+    ],
+)
+def test_speed_is_of_the_tokens_after_the_first_text(times, sizes, tokens, first, gap):
+    record = Record(content_times=times, content_sizes=sizes, output_tokens=tokens)
+    assert record.first_tokens == first
+    assert record.gap_s == (None if gap is None else pytest.approx(gap))
 
 
 def test_trace_blocks_share_prefixes_on_the_server(scripted):
@@ -150,11 +170,12 @@ def test_events_are_found_however_the_bytes_are_cut():
         (b'data: {"error":{"message":"engine died","code":"engine"}}\n\n', "engine died"),
         (b"data: {oops\n\n", "unreadable"),
         (b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', "without a finish reason"),
+        (b"<html>a login page</html>", "without events: b'<html>a login"),
     ],
 )
 def test_broken_streams_are_errors(data, error):
     record = Record(status=200)
-    read_stream(record, [(1.0, data)])
+    read_stream(record, [(1.0, data)], 100)
     assert error in record.error
     assert not record.ok
 
@@ -193,7 +214,18 @@ def test_lengths_are_drawn_as_written_and_repeat_with_the_seed():
         assert values == [parse_lengths(text)(random.Random(i)) for i in range(200)]
     drawn = [parse_lengths("lognormal:800,0.5")(random.Random(i)) for i in range(500)]
     assert 700 < statistics.median(drawn) < 900
-    for bad in ("", "fixed:", "uniform:9,5", "poisson:3", "normal:1", "fixed:-3", "fixed:0", "normal:nan,1"):
+    for bad in (
+        "",
+        "fixed:",
+        "uniform:9,5",
+        "poisson:3",
+        "normal:1",
+        "fixed:-3",
+        "fixed:0",
+        "normal:nan,1",
+        "1e12",
+        "lognormal:9,99",
+    ):
         with pytest.raises(ValueError, match="lengths"):
             parse_lengths(bad)
 
@@ -223,7 +255,7 @@ def test_fillers_repeat_and_differ():
 def test_a_server_is_named_by_what_it_says(owner, kernels, arm):
     class Fake:
         async def models(self):
-            return [{"id": "m", "owned_by": owner, "max_model_len": 99}]
+            return [Card("m", owner, 99)]
 
         async def info(self):
             return {"kernels": kernels} if owner == "lowlat" else {}
@@ -238,7 +270,7 @@ def test_a_server_is_named_by_what_it_says(owner, kernels, arm):
 def test_a_server_that_says_nothing_must_be_named():
     class Fake:
         async def models(self):
-            return [{"id": "m"}]
+            return [Card("m")]
 
     with pytest.raises(ValueError, match="--arm"):
         asyncio.run(find_target(Fake(), None, None))
@@ -252,6 +284,6 @@ def test_bad_options_and_targets_are_named():
     with pytest.raises(ValueError, match="neither"):
         ServeOptions(model="m", concurrency=1, endpoint="chat")
     assert parse_targets("ttft=200,itl=15") == Targets(ttft_ms=200, itl_ms=15)
-    for bad in ("ttft", "speed=3", "itl=fast"):
+    for bad in ("", ",", "ttft", "speed=3", "itl=fast", "ttft=nan", "ttft=0", "itl=-1", "ttft=inf", "ttft=1,ttft=2"):
         with pytest.raises(ValueError, match="target"):
             parse_targets(bad)

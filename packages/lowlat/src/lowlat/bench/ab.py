@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import pathlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -39,6 +39,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     time_scale: float = 0.0
     max_turns: int | None = None
     seed: int = 0
+    remark: str = ""
+    """What is said beside its figures."""
 
 
 class Sides(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +70,13 @@ class Covered(msgspec.Struct):
         return self.plugin / (self.plugin + self.general) if self.plugin + self.general else 0.0
 
 
+class Block(msgspec.Struct):
+    """What one server answered to one load once, and which turns were not sent, in words."""
+
+    records: list[Record]
+    left_out: str = ""
+
+
 class AbOutcome(msgspec.Struct):
     """Records of both arms, by load and round of two blocks each, and what the kernels covered."""
 
@@ -78,11 +87,13 @@ class AbOutcome(msgspec.Struct):
     covered: Covered = msgspec.field(default_factory=Covered)
     totals: dict[tuple[str, str], list[float]] = {}
     """By load and arm: tokens a second of all users together, in each block."""
+    left_out: dict[str, str] = {}
+    """By load: turns that no block sent, in words; empty where all were sent."""
     ready_s: dict[str, dict[int, float]] = {}
     """By arm, and process of the server: seconds to its first ready answer."""
 
 
-async def _one_block(url: str, load: Load, model: str, block: int) -> list[Record]:
+async def _one_block(url: str, load: Load, model: str, block: int) -> Block:
     """One load against one server. Both sides of half a round get the same texts, and no other block gets them."""
     seed = (load.seed * 1009 + load.users) * 1009 + block
     async with Client(url, timeout_s=1800) as client:
@@ -93,26 +104,29 @@ async def _one_block(url: str, load: Load, model: str, block: int) -> list[Recor
                 seed=seed,
             )  # fmt: skip
             outcome = await Replay(client, options, list(load.agents), scale).run()
-            return outcome.records
+            return Block(outcome.records, outcome.left_out())
         serve = ServeOptions(
             model=model, requests=load.users * load.requests_per_user, input_lengths=str(load.input_tokens),
             output_lengths=str(load.output_tokens), concurrency=load.users, seed=seed,
         )  # fmt: skip
-        return await run_serve(client, serve, plan_lengths(serve, scale))
+        return Block(await run_serve(client, serve, plan_lengths(serve, scale)))
 
 
 async def _model_name(url: str) -> str:
     async with Client(url, timeout_s=60) as client:
-        return str((await client.models())[0]["id"])
+        return (await client.models())[0].id
 
 
-def _block(server: LocalServer, load: Load, block: int) -> list[Record]:
+def _block(server: LocalServer, load: Load, block: int) -> Block:
     model = asyncio.run(_model_name(server.url))
-    records = asyncio.run(_one_block(server.url, load, model, block))
-    bad = next((r.error for r in records if not r.ok), None)
-    if bad is not None or not records:
-        raise RuntimeError(f"{load.name}: a request failed, so there is no comparison: {bad or 'none was sent'}")
-    return records
+    found = asyncio.run(_one_block(server.url, load, model, block))
+    bad = [record.error or "no text came" for record in found.records if not record.ok]
+    if bad:
+        what = f"{len(bad)} of {len(found.records)} requests failed"
+        raise RuntimeError(f"{load.name}: {what}, so there is no comparison: {bad[0]}")
+    if not found.records:
+        raise RuntimeError(f"{load.name}: no request was sent: {found.left_out or 'there was none'}")
+    return found
 
 
 @contextlib.contextmanager
@@ -177,9 +191,11 @@ def _measure(outcome: AbOutcome, sides: Sides, server: LocalServer, load: Load, 
     """One block into the outcome."""
     arm = sides.on_arm if on else sides.off_arm
     before = server.low_latency_steps() if on else {}
-    records = _block(server, load, block)
-    outcome.under_way[on] += records
-    outcome.totals.setdefault((load.name, arm), []).append(summarize(records).tokens_per_s_total)
+    found = _block(server, load, block)
+    if outcome.left_out.setdefault(load.name, found.left_out) != found.left_out:
+        raise RuntimeError(f"{load.name}: the servers did not leave out the same turns, so there is no comparison")
+    outcome.under_way[on] += found.records
+    outcome.totals.setdefault((load.name, arm), []).append(summarize(found.records).tokens_per_s_total)
     if on:
         after = server.low_latency_steps()
         outcome.covered.plugin += after.get("plugin", 0.0) - before.get("plugin", 0.0)
@@ -210,9 +226,10 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load], note: str =
             everything = [record for block in blocks for record in block]
             if not everything:
                 continue
+            remarks = [text for text in (load.remark, outcome.left_out.get(load.name)) if text]
             rows += [
-                msgspec.structs.replace(row, note=note)
-                for row in load_rows(everything, workload=load.name, arm=arm, concurrency=load.users)
+                msgspec.structs.replace(row, note="; ".join(filter(None, (note, row.note))))
+                for row in load_rows(everything, workload=load.name, arm=arm, concurrency=load.users, remarks=remarks)
                 # over blocks with pauses between them these mean nothing
                 if row.metric not in ("tokens_per_s_total", "goodput")
             ]
@@ -249,9 +266,9 @@ def ab_rows(outcome: AbOutcome, sides: Sides, loads: Sequence[Load], note: str =
 
 
 def agent_loads(
-    agents: Sequence[Agent], users: Sequence[int], *, time_scale: float, max_turns: int | None
+    agents: Sequence[Agent], users: Mapping[int, str], *, time_scale: float, max_turns: int | None
 ) -> list[Load]:
-    """The preset `agent`: for each number of users, that many runs at a time."""
+    """The preset `agent`: for each number of users, that many runs at a time; with what is said beside each."""
     return [
         Load(
             name=f"agent, {n} runs",
@@ -259,8 +276,9 @@ def agent_loads(
             agents=tuple(agents[: max(users)]),
             time_scale=time_scale,
             max_turns=max_turns,
+            remark=remark,
         )
-        for n in users
+        for n, remark in users.items()
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lowlat.bench.commands import ab, judge, load, make, regions, step
+from lowlat.bench.commands import ab, judge, make, regions, replay, serve, step
 
 _EPILOG = """
 Examples:
@@ -31,8 +31,8 @@ app = typer.Typer(
 app.command("step", epilog=step.EPILOG)(step.step)
 app.command("ab", epilog=ab.EPILOG)(ab.ab)
 app.command("regions", epilog=regions.EPILOG)(regions.regions)
-app.command("serve", epilog=load.SERVE_EPILOG)(load.serve)
-app.command("replay", epilog=load.REPLAY_EPILOG)(load.replay)
+app.command("serve", epilog=serve.EPILOG)(serve.serve)
+app.command("replay", epilog=replay.EPILOG)(replay.replay)
 app.command("compare", epilog=judge.COMPARE_EPILOG)(judge.compare)
 app.command("gate", epilog=judge.GATE_EPILOG)(judge.gate)
 app.command("report", epilog=judge.REPORT_EPILOG)(judge.report)

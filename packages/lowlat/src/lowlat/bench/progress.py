@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 
 
 def say(text: str) -> None:
@@ -22,6 +25,28 @@ def counter(what: str) -> Callable[[int, int], None]:
             say(f"{what}: {done} of {total}")
 
     return show
+
+
+@contextlib.asynccontextmanager
+async def telling(describe: Callable[[], str], every_s: float | None = None) -> AsyncIterator[None]:
+    """Say `describe()` while the block runs, and at its end, so that nobody takes a long wait for a hang.
+
+    A terminal's line is drawn each half second; elsewhere a line comes every ten seconds, changed or not.
+    """
+    pause = every_s if every_s is not None else 0.5 if sys.stderr.isatty() else 10.0
+    began = time.monotonic()
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(pause)
+            say(f"{describe()} ({time.monotonic() - began:.0f} s)")
+
+    teller = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        teller.cancel()
+        say(f"{describe()} ({time.monotonic() - began:.0f} s)")
 
 
 def end_progress() -> None:

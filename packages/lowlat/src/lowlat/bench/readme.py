@@ -105,14 +105,16 @@ def step_lines(result: Result) -> list[Line]:
 
 
 def _model_and_load(result: Result, row: Row) -> tuple[str, str]:
-    """What a row of speed measured: from the result's name where that holds the model, else from the workload's."""
+    """What a row of speed measured: as its details say, or the result's name where that holds the model, else the
+    workload's."""
     load = re.sub(r", 1 (users|runs)$", "", row.workload)
     named = re.fullmatch(r"(?:ab-(?:8k1k|agent|requests)|serve|replay)-(.+?)(?:-simulated-acceptance)?", result.name)
-    if named is None:
+    model = str(row.details.get("model", named[1] if named else ""))
+    if not model:
         model, _, load = load.partition(", ")
         return model, load or "one request"
     load = re.sub(r"^(\d+) in, (\d+) out", lambda m: f"{int(m[1]):,} tokens in, {int(m[2]):,} out", load)
-    return named[1], "recorded agent runs" if load == "agent" else load
+    return model, "recorded agent runs" if load == "agent" else load
 
 
 def speed_lines(result: Result) -> list[Line]:
@@ -174,7 +176,9 @@ def _table(lines: Sequence[Line], load: str, arms: dict[str, str]) -> str:
     for line in lines:
         title = escaped(TITLES.get(line.model, line.model))
         cells = [f"[{title}]({PAGE}#{result_anchor(line.result)})", escaped(line.load), escaped(line.hardware)]
-        cells += [_weights(line.result), *[line.timed] * timed]
+        failed = sum(int(row.details.get("failed", 0)) for row in line.rows)
+        said = _weights(line.result) + (f", {failed} requests failed" if failed else "")
+        cells += [said, *[line.timed] * timed]
         cells += [cell([row for row in line.rows if column(row) == arm]) for arm in shown]
         text.append("| " + " | ".join([*cells, line.result.date[:10]]) + " |")
     return "\n".join(text)

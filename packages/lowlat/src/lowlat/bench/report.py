@@ -75,7 +75,7 @@ def code(text: str) -> str:
 
 
 def cell(row: Row) -> str:
-    """A value with its interval, the fraction of the read ceiling, and its note as a footnote mark."""
+    """A value with its interval and the fraction of the read ceiling."""
     text = f"{number(row.median)} ({number(row.low)}–{number(row.high)})" if row.low < row.high else number(row.median)
     if row.ceiling_fraction is not None:
         text += f", {row.ceiling_fraction:.0%} of ceiling"
@@ -93,6 +93,8 @@ def _varying(shapes: Sequence[Shape]) -> list[str]:
 def _constant(shapes: Sequence[Shape]) -> str:
     """What all lines share, in words, leaving out what is usual."""
     usual = {"region": "", "tp": 1, "concurrency": 1, "rows": 1, "context": 0, "width": 0, "draft": "", "dtype": ""}
+    if shapes[0].concurrency == 0:  # an open loop, as its workload says
+        del usual["concurrency"]
     first = shapes[0]
     shared = [
         f"{name} {escaped(str(getattr(first, name)))}"

@@ -55,7 +55,8 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
 
     `rows` is the number of query tokens of a step, `context` the tokens already in the cache (a step) or of the prompt
     (a load), `bytes` what the step must read and write at least once, `ceiling_fraction` those bytes over the measured
-    time as a fraction of the read ceiling of the same run.
+    time as a fraction of the read ceiling of the same run. `concurrency` is the number of requests or agent runs at a
+    time that was reached, 0 in an open loop, which keeps none.
     """
 
     workload: str

@@ -12,6 +12,7 @@ import typer
 
 from lowlat.bench.busy import load_note
 from lowlat.bench.commands.common import AsJson, Folder, Save, Weights, finite, numbers, plain_errors, random_weights
+from lowlat.bench.commands.load import reachable
 from lowlat.bench.keeper import Keeper, finish
 from lowlat.bench.progress import say
 from lowlat.bench.results import ARMS, Result, Simulated, known_arm, library_arm, new_result, slug
@@ -26,12 +27,14 @@ Examples:
 
   lowlat bench make-model llama-1b /tmp/llama-1b
 
-  lowlat bench ab --model /tmp/llama-1b --preset 8k1k --kernels lowlat-nvidia --weights random --save
+  lowlat bench ab --model /tmp/llama-1b --kernels lowlat-nvidia
 
-  LOWLAT_DATA=/data lowlat bench ab --model smollm2 --preset agent --users 1,4 --kernels lowlat-cpu --weights real
+  lowlat bench ab --preset agent --users 1,4 --kernels lowlat-cpu
 
-Starts the same server twice, with --low-latency off and on, and loads them in the order off, on, on, off. Refuses
-where the kernels computed less than --least-covered of the steps.
+Starts the same server twice, with --low-latency off and on, and loads them in
+the order off, on, on, off. Refuses where the kernels computed less than
+--least-covered of the steps, and where a request failed. The preset agent
+needs recorded runs: --traces, or LOWLAT_DATA, the folder that holds traces/.
 """
 
 
@@ -50,7 +53,8 @@ def _loads(
         raise ValueError(f"--preset {preset!r} is neither 8k1k nor agent")
     place = path or data_folder() / "traces" / "agent" / "miniswe"
     agents = measure.data_agents(place, 0, max(users))
-    return measure.agent_loads(agents, users, time_scale=time_scale, max_turns=max_turns)
+    levels = reachable(users, len(agents), "runs")
+    return measure.agent_loads(agents, levels, time_scale=time_scale, max_turns=max_turns)
 
 
 def ab(

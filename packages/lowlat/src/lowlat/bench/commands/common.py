@@ -43,6 +43,8 @@ def plain_errors() -> Iterator[None]:
     """One line for what the user can mend, and exit code 1; LOWLAT_DEBUG=1 shows the traceback."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError, but no error: a command has said what it found
+        raise
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         end_progress()
         if os.environ.get("LOWLAT_DEBUG"):

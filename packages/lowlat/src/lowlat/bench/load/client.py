@@ -7,13 +7,21 @@ chunks would delay the second one's time stamp on a busy core.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from typing import Any
+from typing import Annotated, Any
 
-import httpx
 import msgspec
 
+from lowlat.bench.load import usage
 from lowlat.bench.load.records import Record
+
+try:
+    import httpx
+except ImportError as error:
+    raise ImportError("loads over HTTP need httpx: pip install 'lowlat[bench]'") from error
+
+MODELS_FORM = '{"data": [{"id": "NAME", ...}, ...]}'
 
 
 class _Delta(msgspec.Struct):
@@ -29,16 +37,6 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
 class _Error(msgspec.Struct):
     message: str = ""
     code: str | int | None = None
@@ -47,16 +45,40 @@ class _Error(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Any = None
     error: _Error | None = None
 
 
+class Card(msgspec.Struct):
+    """A model as a server lists it. What the server says beside its name may be of any type."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1)]
+    owned_by: Any = None
+    max_model_len: Any = None
+
+
+class _Models(msgspec.Struct):
+    data: list[Card]
+
+
 _decode_event = msgspec.json.Decoder(_Event).decode
+_decode_models = msgspec.json.Decoder(_Models).decode
 
 
-def _has_content(choice: _Choice) -> bool:
+def _is_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    known = url.scheme in ("http", "https") and bool(re.fullmatch(r"[\w.:-]+", url.host))
+    return known and (url.port is None or 0 < url.port < 65536)
+
+
+def _characters(choice: _Choice) -> int:
+    """How much text a choice of a chunk carries; 0 where it carries none."""
     delta = choice.delta
-    return bool(choice.text or delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+    texts = (choice.text, delta.content, delta.reasoning_content or delta.reasoning)
+    return sum(len(text or "") for text in texts) + sum(len(bytes(call)) for call in delta.tool_calls or ())
 
 
 def split_events(chunks: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
@@ -73,10 +95,14 @@ def split_events(chunks: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]
     return events
 
 
-def read_stream(record: Record, chunks: list[tuple[float, bytes]]) -> None:
+def read_stream(record: Record, chunks: list[tuple[float, bytes]], request_bytes: int) -> None:
     """Fill times of content, counts and errors of `record` from the chunks of its stream (seconds)."""
-    done = False
-    for at, data in split_events(chunks):
+    done, reported = False, None
+    events = split_events(chunks)
+    if not events:
+        record.error = f"an answer without events: {b''.join(chunk for _, chunk in chunks)[:80]!r}"
+        return
+    for at, data in events:
         if data == b"[DONE]":
             done = True
             continue
@@ -88,19 +114,19 @@ def read_stream(record: Record, chunks: list[tuple[float, bytes]]) -> None:
         if event.error is not None:
             record.error = f"{event.error.code or event.error.type or 'error'}: {event.error.message}"[:300]
         for choice in event.choices:
-            if _has_content(choice):
+            if size := _characters(choice):
                 record.content_times.append(at)
+                record.content_sizes.append(size)
             record.finish_reason = choice.finish_reason or record.finish_reason
         if event.usage is not None:
-            record.prompt_tokens = event.usage.prompt_tokens
-            record.output_tokens = event.usage.completion_tokens
-            if event.usage.prompt_tokens_details is not None:
-                record.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+            reported = event.usage
     if record.error is None and not done and record.finish_reason is None:
         record.error = "the stream ended without a finish reason"
-    if record.output_tokens is None:
-        record.output_tokens = len(record.content_times)
-        record.counted_chunks = True
+    record.output_tokens, record.chunks_because = usage.completion_tokens(
+        reported, chunks=len(record.content_times), asked=record.wanted_tokens
+    )
+    record.prompt_tokens = usage.prompt_tokens(reported, request_bytes)
+    record.cached_tokens = usage.cached_tokens(reported, record.prompt_tokens)
 
 
 class Client:
@@ -111,11 +137,15 @@ class Client:
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         root = base_url.rstrip("/").removesuffix("/v1")
-        if not root.startswith(("http://", "https://")):
+        if not _is_url(root):
             raise ValueError(f"{base_url!r} is no URL: write http://HOST:PORT")
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("the API key holds characters that no HTTP header can carry")
+        # compressed text would come in other pieces than the server made
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "Accept-Encoding": "identity"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
+        self.url = root
         self.timeout_s = timeout_s
         self._http = httpx.AsyncClient(
             base_url=root,
@@ -131,15 +161,27 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def models(self) -> list[dict[str, Any]]:
-        """What `GET /v1/models` lists. Raises ConnectionError naming the server where it does not answer."""
+    async def models(self) -> list[Card]:
+        """What `GET /v1/models` lists, at least one. Raises ConnectionError naming the address and what was wrong."""
+        url = f"{self.url}/v1/models"
         try:
-            response = await self._http.get("/v1/models")
-            response.raise_for_status()
-            listed = response.json()["data"]
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            raise ConnectionError(f"{self._http.base_url} does not list models: {error!r}") from error
-        return list(listed)
+            async with asyncio.timeout(self.timeout_s):
+                response = await self._http.get("/v1/models")
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise ConnectionError(f"{url} does not list models: {type(error).__name__} {error}") from error
+        if response.status_code != 200:
+            cure = "; pass --api-key" if response.status_code in (401, 403) else ""
+            reason = _refusal(response.status_code, response.content)
+            raise ConnectionError(f"{url} does not list models: {reason}{cure}")
+        try:
+            listed = _decode_models(response.content).data
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConnectionError(
+                f"{url} does not list models: expected JSON as {MODELS_FORM}, got {response.content[:60]!r} ({error})"
+            ) from error
+        if not listed:
+            raise ConnectionError(f"{url} lists no model: expected {MODELS_FORM}")
+        return listed
 
     async def info(self) -> dict[str, Any]:
         """What `GET /v1/info` of a lowlat server says; empty where a server has no such thing."""
@@ -153,10 +195,11 @@ class Client:
     async def stream(self, path: str, body: dict[str, Any], *, name: str = "") -> Record:
         """Send one streaming request to `/v1/{path}` and time what comes back. Never raises for what a server does."""
         content = msgspec.json.encode({**body, "stream": True, "stream_options": {"include_usage": True}})
+        asked = body.get("max_tokens")
         request = self._http.build_request("POST", f"/v1/{path}", content=content)
         chunks: list[tuple[float, bytes]] = []
         clock = time.perf_counter
-        record = Record(name=name, sent=clock())
+        record = Record(name=name, wanted_tokens=asked, sent=clock())
         try:
             async with asyncio.timeout(self.timeout_s):
                 response = await self._http.send(request, stream=True)
@@ -175,7 +218,7 @@ class Client:
             record.error = f"{type(error).__name__}: {error}"
         record.ended = clock()
         if record.error is None:
-            read_stream(record, chunks)
+            read_stream(record, chunks, len(content))
         return record
 
 

@@ -25,6 +25,11 @@ information back parent face others level office door health person art war hist
 reason research girl guy moment air teacher force education
 """.split()  # noqa: SIM905 - a list literal would be a page of quotes
 
+PROBES = (32, 160)
+"""Words of the two probes."""
+MIN_TOKENS_PER_WORD, MAX_TOKENS_PER_WORD = 0.25, 16.0
+"""What a tokenizer can make of common words, at most several words a token and a token for every few characters."""
+
 PHRASE_WORDS = 8
 PHRASES = 4096
 
@@ -34,6 +39,8 @@ class Scale(msgspec.Struct, frozen=True):
 
     tokens_per_word: float = 1.0
     overhead: float = 0.0
+    remark: str = ""
+    """Why these are not the server's numbers; empty where they are."""
 
     def words(self, tokens: int) -> int:
         """Words that make a prompt of about `tokens` tokens, at least one."""
@@ -86,16 +93,21 @@ def body_for(endpoint: str, model: str, prompt: str | list[dict[str, str]], max_
 async def calibrate(client: Client, endpoint: str, model: str, *, seed: int = 0) -> Scale:
     """Measure the server's tokens a word and template overhead with two one-token requests (32 and 160 words).
 
-    Raises ConnectionError where a probe fails; a server that reports no usage gets one token a word.
+    Raises ConnectionError where a probe fails. Where the server's counts of the probes are missing or make no sense, a
+    word is taken for a token, and `remark` says so.
     """
-    counts = []
-    for size in (32, 160):
+    counts: list[int | None] = []
+    for size in PROBES:
         prompt = filler(f"calibrate {seed} {size}", size)
         record = await client.stream(endpoint, body_for(endpoint, model, prompt, 1), name="calibrate")
         if record.error is not None:
             raise ConnectionError(f"the server refused a probe of {size} words: {record.error}")
         counts.append(record.prompt_tokens)
-    if not all(counts) or counts[1] <= counts[0]:
-        return Scale()
-    slope = (counts[1] - counts[0]) / 128
-    return Scale(slope, counts[0] - 32 * slope)
+    short, long = counts
+    if short is None or long is None:
+        return Scale(remark="prompts have a token a word, a guess: the server's usage counts no prompt tokens")
+    slope = (long - short) / (PROBES[1] - PROBES[0])
+    if not MIN_TOKENS_PER_WORD <= slope <= MAX_TOKENS_PER_WORD:
+        said = f"{PROBES[0]} words as {short} tokens and {PROBES[1]} words as {long}"
+        return Scale(remark=f"prompts have a token a word, a guess: the server counts {said}")
+    return Scale(slope, short - PROBES[0] * slope)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import msgspec
 
@@ -41,7 +42,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.time_scale < 0 or self.pause_cap_s < 0:
+        if self.concurrency < 1 or not (0 <= self.time_scale < math.inf and 0 <= self.pause_cap_s < math.inf):
             raise ValueError("concurrency must be positive; time scale and pause cap not negative")
         if not 0 <= self.start[0] <= self.start[1] < 1:
             raise ValueError(f"start fractions {self.start} must be ordered and lie in [0, 1)")
@@ -59,10 +60,33 @@ class ReplayOutcome(msgspec.Struct):
     beyond_context: int = 0
     empty: int = 0
     runs: int = 0
+    lanes: int = 0
+    """Runs that were active at a time: fewer than asked for where there are fewer."""
+    ended: int = 0
+    """Runs that are over."""
+    waiting: int = 0
+    """Requests whose answer is being waited for now."""
+
+    def left_out(self) -> str:
+        """What was not sent, in words; empty where all was."""
+        parts = [f"{self.beyond_context} turns beyond the context"] * bool(self.beyond_context)
+        parts += [f"{self.empty} requests without text"] * bool(self.empty)
+        return " and ".join(parts) + " were left out" if parts else ""
+
+
+def count_turns(agents: Iterable[Agent], max_turns: int | None) -> int:
+    """Recorded turns that a replay plays once, those of sub-agents included."""
+    total = 0
+    for agent in agents:
+        played = agent.turns[:max_turns]
+        spawned = [child for turn in played for child in turn.spawns]
+        late = agent.late_spawns if max_turns is None else []
+        total += len(played) + count_turns([*spawned, *late], max_turns)
+    return total
 
 
 class Replay:
-    """One replay of `agents` against one server."""
+    """One replay of `agents` against one server; who passes an outcome can watch it grow."""
 
     def __init__(
         self,
@@ -70,14 +94,13 @@ class Replay:
         options: ReplayOptions,
         agents: list[Agent],
         scale: Scale | None = None,
-        progress: Callable[[int], None] | None = None,
+        outcome: ReplayOutcome | None = None,
     ) -> None:
         self.client = client
         self.options = options
         self.agents = agents
         self.scale = scale or Scale()
-        self.outcome = ReplayOutcome()
-        self._progress = progress
+        self.outcome = outcome or ReplayOutcome()
         self._next_run = 0
         self._deadline = float("inf")
 
@@ -92,6 +115,7 @@ class Replay:
             low, high = self.options.start
             played = len(agent.turns[: self.options.max_turns])
             lanes.append((lane, agent, int(draw.uniform(low, high) * played)))
+        self.outcome.lanes = len(lanes)
         await asyncio.gather(*(self._prime(lane, agent, first) for lane, agent, first in lanes if first > 0))
         if self.options.duration_s is not None:
             self._deadline = time.perf_counter() + self.options.duration_s
@@ -111,8 +135,10 @@ class Replay:
         if self._too_long(turn, 1):
             return
         body = self._body(agent, turn, self._salt(lane, 0), first - 1, max_tokens=1)
-        await self.client.stream(self.options.endpoint, body, name="warm-up")
-        self.outcome.warmups += 1
+        record = await self._stream(body, "warm-up")
+        if record.error is not None and not record.beyond_context:
+            raise ConnectionError(f"a warm-up request failed: {record.error}")
+        self.outcome.warmups += record.error is None
 
     async def _lane(self, lane: int, agent: Agent | None, first: int) -> None:
         played = 0
@@ -120,6 +146,7 @@ class Replay:
             self.outcome.runs += 1
             self.outcome.empty += agent.skipped_empty
             await self._play(agent, lane, self._salt(lane, played), first)
+            self.outcome.ended += 1
             first, played = 0, played + 1
             agent = self._take_run()
 
@@ -194,14 +221,19 @@ class Replay:
 
     async def _send(self, agent: Agent, turn: Turn, lane: int, salt: str, index: int) -> None:
         body = self._body(agent, turn, salt, index, turn.output_tokens)
-        record = await self.client.stream(self.options.endpoint, body, name=f"{agent.id}#{index}")
-        record.user, record.wanted_tokens = lane, turn.output_tokens
+        record = await self._stream(body, f"{agent.id}#{index}")
+        record.user = lane
         if record.beyond_context:
             self.outcome.beyond_context += 1
             return
         self.outcome.records.append(record)
-        if self._progress is not None:
-            self._progress(len(self.outcome.records))
+
+    async def _stream(self, body: dict[str, object], name: str) -> Record:
+        self.outcome.waiting += 1
+        try:
+            return await self.client.stream(self.options.endpoint, body, name=name)
+        finally:
+            self.outcome.waiting -= 1
 
     def _note(self, what: str, agent: Agent) -> None:
         self.outcome.events.append((time.perf_counter(), what, agent.id))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -14,8 +14,6 @@ from lowlat.bench.load.lengths import parse_lengths
 from lowlat.bench.load.prompts import Scale, block_text, body_for, filler
 from lowlat.bench.load.records import Record
 from lowlat.bench.load.traces import TraceRequest
-
-Progress = Callable[[int, int], None]
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -49,8 +47,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         if (self.concurrency is None) == (self.rate is None):
             raise ValueError("choose a closed loop (concurrency) or an open one (rate), not both")
         load = self.concurrency if self.concurrency is not None else self.rate
-        if self.requests < 1 or load is None or load <= 0:
-            raise ValueError("requests, concurrency and rate must be positive")
+        if self.requests < 1 or self.warmup < 0 or load is None or not 0 < load < math.inf:
+            raise ValueError("requests, concurrency and rate must be positive, and warmup not negative")
         if self.endpoint not in ("chat/completions", "completions"):
             raise ValueError(f"endpoint {self.endpoint!r} is neither chat/completions nor completions")
 
@@ -92,7 +90,7 @@ def plan_trace(trace: list[TraceRequest], options: ServeOptions, scale: Scale, *
 async def _send(client: Client, options: ServeOptions, request: Planned, user: int, due: float | None) -> Record:
     body = body_for(options.endpoint, options.model, request.prompt, request.output_tokens)
     record = await client.stream(options.endpoint, body, name=str(request.number))
-    record.user, record.due, record.wanted_tokens = user, due, request.output_tokens
+    record.user, record.due = user, due
     return record
 
 
@@ -107,47 +105,39 @@ async def _warm_up(client: Client, options: ServeOptions, users: int) -> None:
     await asyncio.gather(*(one(user) for user in range(users)))
 
 
-async def run_closed(
-    client: Client, options: ServeOptions, planned: list[Planned], progress: Progress | None = None
-) -> list[Record]:
+async def run_closed(client: Client, options: ServeOptions, planned: list[Planned], records: list[Record]) -> None:
     """Keep `options.concurrency` requests in flight until all are done; each user sends its next one at once."""
     users = options.concurrency or 1
     await _warm_up(client, options, users)
     queue = iter(planned)
-    records: list[Record] = []
 
     async def user_loop(user: int) -> None:
         for request in queue:
             records.append(await _send(client, options, request, user, None))
-            if progress is not None:
-                progress(len(records), len(planned))
 
     await asyncio.gather(*(user_loop(user) for user in range(users)))
-    return records
 
 
-async def run_open(
-    client: Client, options: ServeOptions, planned: list[Planned], progress: Progress | None = None
-) -> list[Record]:
+async def run_open(client: Client, options: ServeOptions, planned: list[Planned], records: list[Record]) -> None:
     """Send each request at its time, however many are in flight."""
     await _warm_up(client, options, 1)
-    records: list[Record] = []
     start = time.perf_counter() + 0.05
 
     async def one(request: Planned) -> None:
         due = start + request.at
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         records.append(await _send(client, options, request, request.number, due))
-        if progress is not None:
-            progress(len(records), len(planned))
 
     await asyncio.gather(*(one(request) for request in planned))
-    return records
 
 
 async def run_serve(
-    client: Client, options: ServeOptions, planned: list[Planned], progress: Progress | None = None
+    client: Client, options: ServeOptions, planned: list[Planned], records: list[Record] | None = None
 ) -> list[Record]:
-    """Run the loop that `options` choose; the records come in the order in which requests ended."""
+    """Run the loop that `options` choose. The records come in the order in which requests ended; who passes a list can
+    watch it grow.
+    """
+    done: list[Record] = [] if records is None else records
     loop = run_closed if options.concurrency is not None else run_open
-    return await loop(client, options, planned, progress)
+    await loop(client, options, planned, done)
+    return done
