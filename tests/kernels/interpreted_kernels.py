@@ -334,7 +334,7 @@ def test_pushed_picks(ranks, rows, columns):
             logits[0, -1], logits[1] = float("nan"), float("-inf")
             expected[:2] = -1
         for rank in [*range(ranks), *range(ranks)]:
-            alarm, newest = torch.zeros(1, dtype=torch.int32), torch.full((9,), 77)
+            alarm, newest = torch.zeros(1, dtype=torch.int32), torch.full((9,), -9)  # no token
             tags = torch.full((rows + 2,), call, dtype=torch.int32)
             slots = torch.tensor([6, 1, 4][:rows])
             mine = logits[:, rank * columns : (rank + 1) * columns].contiguous()
@@ -347,5 +347,5 @@ def test_pushed_picks(ranks, rows, columns):
         assert int(alarm) == 0
         assert got.tolist() == expected.tolist()
         assert newest[slots].tolist() == expected.clamp(min=0).tolist()
-        assert (newest == 77).sum() == 9 - rows
+        assert (newest == -9).sum() == 9 - rows
         assert tags.tolist() == [call + 1] * rows + [call] * 2

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,3 +252,11 @@ def test_a_file_with_other_weights_than_the_model_is_refused():
     low.build()
     assert low.state is State.FAILED
     assert any("other numbers" in str(reason) for reason in low.report().reasons)
+
+
+def test_an_examples_file_goes_with_its_process():
+    program = "from lowlat_cpu.example import small_llama; path = small_llama().checkpoint; print(path.is_file(), path)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    was_there, path = done.stdout.split()
+    assert was_there == "True"
+    assert not Path(path).parent.exists()

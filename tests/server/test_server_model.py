@@ -75,11 +75,14 @@ class Served:
 def served():
     server = Served()
     yield server
+    engine = server.events("engine ready")[-1]["engine_pid"]
+    sockets = Path(re.search(r"ipc://(\S+?)/commands", Path(f"/proc/{engine}/cmdline").read_text())[1])
+    assert sockets.is_dir()
     assert server.end(signal.SIGKILL) == -signal.SIGKILL
     assert not server.process.stdout.read()
-    # An engine whose front is gone ends by itself.
-    engine = server.events("engine ready")[-1]["engine_pid"]
+    # An engine whose front is gone ends by itself, and leaves nothing of it.
     wait_for(lambda: not Path(f"/proc/{engine}").exists())
+    assert not sockets.exists()
 
 
 def test_completion_equals_the_oracle(served):

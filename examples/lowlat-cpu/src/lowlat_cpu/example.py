@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -44,10 +46,13 @@ CONFIG: dict[str, Any] = {
 def small_llama(seed: int = 0, folder: Path | None = None, **changes: Any) -> Case:
     """Write the file and give its weights, dequantised, under their Hugging Face names.
 
-    `changes` replace configuration fields. The file lies in `folder`, or in a new temporary one.
+    `changes` replace configuration fields. The file lies in `folder`, or in a new one that goes with the process.
     """
     config = CONFIG | changes
-    path = (folder or Path(tempfile.mkdtemp(prefix="lowlat-cpu-"))) / f"small-{seed}.gguf"
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="lowlat-cpu-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / f"small-{seed}.gguf"
     weights = write_llama(path, config, seed)
     return Case(
         LLAMA,

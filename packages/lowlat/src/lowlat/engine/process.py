@@ -16,6 +16,7 @@ import gc  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import msgspec  # noqa: E402
 import zmq  # noqa: E402
@@ -65,6 +66,7 @@ class EngineLoop:
         self._stop = False
         self._stats_at = 0.0
         self._parent = os.getppid()
+        self.front_is_gone = False
 
     def run(self) -> None:
         """Serve until `Shutdown`, or until the front is gone. Raises `ExecutorError` when a step fails."""
@@ -150,7 +152,7 @@ class EngineLoop:
         if os.getppid() != self._parent:
             log.warning("the front is gone: the engine ends")
             self._events.setsockopt(zmq.LINGER, 0)  # nobody will read what is still queued
-            self._stop = True
+            self._stop = self.front_is_gone = True
 
     def _send(self, event: Event) -> None:
         self._events.send(encode(event))
@@ -160,6 +162,14 @@ def give_back_memory() -> None:
     """Return to the system what the C library keeps of freed memory, where it can (glibc)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def remove_sockets(*addresses: str) -> None:
+    """Remove what a front that was killed left behind: its sockets and the folder that holds nothing else."""
+    for path in (Path(address.removeprefix("ipc://")) for address in addresses):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
 
 
 def serve(config: EngineConfig, commands_address: str, events_address: str) -> int:
@@ -178,7 +188,10 @@ def serve(config: EngineConfig, commands_address: str, events_address: str) -> i
         gc.collect()
         gc.freeze()
         events.send(encode(_ready(facts)))
-        EngineLoop(core, commands, events).run()
+        loop = EngineLoop(core, commands, events)
+        loop.run()
+        if loop.front_is_gone:
+            remove_sockets(commands_address, events_address)
         return 0
     except (SetupError, CheckpointError, UnsupportedModelError) as error:
         events.send(encode(Failed(str(error))))
