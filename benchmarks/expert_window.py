@@ -6,8 +6,9 @@ takes about 60 seconds on an H200. Two windows: from the router to the end of th
 whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
 PyTorch's top-k, sort and counts between them. `products` are first and second products alone, launched early as in the
 mixture (each waits for all of the one before), for the read ceiling. Forms beside the default: `rows-first` asks for
-given experts' rows before weights, `down-ahead` brings more of down into the L2 while activations are waited for. The
-line after a window with several names the winner.
+rows before experts are known and quantises them behind that, `down-ahead` brings more of down into the L2 while
+activations are waited for, `sum-beside` has room for the weighted sum beside the products; and all together. The line
+after a window names the winner.
 Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of eight
 windows, divided by eight.
 """
@@ -38,10 +39,14 @@ FORMS = {
     DEFAULT: {},
     f"{DEFAULT} rows-first": {"rows_first": True},
     f"{DEFAULT} down-ahead": {"down_ahead": True},
-    f"{DEFAULT} rows-first-down-ahead": {"rows_first": True, "down_ahead": True},
+    f"{DEFAULT} sum-beside": {"sum_beside": True},
+    f"{DEFAULT} together": {"rows_first": True, "down_ahead": True, "sum_beside": True},
 }
-IN_MIXTURES = (DEFAULT, f"{DEFAULT} down-ahead")
-"""The router has the rows, too: they are there long before the experts are known."""
+OF_A_WINDOW = {
+    "window": (DEFAULT, f"{DEFAULT} rows-first"),
+    "mixture": tuple(FORMS),
+    "products": tuple(name for name in FORMS if not name.endswith("sum-beside")),
+}
 
 
 class Twin:
@@ -132,20 +137,20 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
         "window": (
             first + gate,
             {
-                DEFAULT: [twin.overlapped_window for twin in twins],
+                **{name: [one.overlapped_window for one in forms[name]] for name in OF_A_WINDOW["window"]},
                 "torch-eager-graph": [twin.window for twin in twins],
             },
         ),
         "mixture": (
             first + second + gate,
             {
-                **{name: [one.overlapped for one in forms[name]] for name in IN_MIXTURES},
+                **{name: [one.overlapped for one in forms[name]] for name in OF_A_WINDOW["mixture"]},
                 "torch-eager-graph": [twin.run for twin in twins],
             },
         ),
         "products": (
             first + second,
-            {name: [one.products for one in made] for name, made in forms.items()},
+            {name: [one.products for one in forms[name]] for name in OF_A_WINDOW["products"]},
         ),
     }
     found = []
@@ -166,12 +171,11 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
             )  # fmt: skip
             found.append(row)
             print(
-                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:35} {row.median:7.1f}"
+                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:25} {row.median:7.1f}"
                 f" [{row.low:.1f}, {row.high:.1f}] us, {row.ceiling_fraction:.2f} of the ceiling",
                 flush=True,
             )
-        if name != "window":
-            print(verdict({arm: measured.samples(arm) for arm in measured.rounds}), flush=True)
+        print(verdict({arm: measured.samples(arm) for arm in measured.rounds}), flush=True)
         for arm, error in measured.errors.items():
             print(f"   {arm} broke and is left out: {error}", flush=True)
     for mixture, _ in sets:

@@ -40,7 +40,7 @@ def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.Monkey
     weights = experts_reference.random_experts(PLAN.experts, PLAN.hidden, PLAN.inner, "cpu")
     gate = (torch.randn(PLAN.experts, PLAN.hidden) / PLAN.hidden**0.5).bfloat16()
     mixture = experts.RoutedExperts(PLAN, gate, torch.randn(PLAN.experts) * 0.1, weights)
-    forms = [dataclasses.replace(PLAN, down_ahead=True, rows_first=given)]
+    forms = [dataclasses.replace(PLAN, rows_first=True, down_ahead=True)]
     for rows in (7, 1):
         x = torch.randn(rows, PLAN.hidden).bfloat16()
         mixture.logits_RE[:rows] = x.float() @ gate.float().T

@@ -91,8 +91,9 @@ def test_forms_of_the_plan_change_no_bit(built, given):
         listed = torch.zeros(1 + MAX_ROWS * mixture.plan.top, dtype=torch.int32, device="cuda")
         listed[0], listed[1 : 1 + len(distinct)] = len(distinct), distinct
     stream = torch.cuda.current_stream().cuda_stream
-    for rows_first, down_ahead in ((True, False), (False, True), (True, True)):
-        form = mixture.with_plan(dataclasses.replace(mixture.plan, rows_first=rows_first, down_ahead=down_ahead))
+    every = {"rows_first": True, "down_ahead": True, "sum_beside": True}
+    for changed in (*({name: True} for name in every), every):
+        form = mixture.with_plan(dataclasses.replace(mixture.plan, **changed))
         for _ in range(100):
             parameters = form.parameters(x, listed)
             mixture.out_RH.fill_(float("nan"))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from lowlat_nvidia.deepseek_v4 import experts_reference as reference
 from lowlat_nvidia.deepseek_v4.experts import pack_first, pack_second
-from lowlat_nvidia.deepseek_v4.experts_plan import BLOCK_SHARED_BYTES, PAIR_BYTES, WARPS, ExpertsPlan, ExpertsPlanError
+from lowlat_nvidia.deepseek_v4.experts_plan import (
+    BLOCK_SHARED_BYTES,
+    PAIR_BYTES,
+    THREADS,
+    WARPS,
+    ExpertsPlan,
+    ExpertsPlanError,
+)
 
 SMALL = ExpertsPlan(hidden=1024, inner=128, experts=32, top=3)
 
@@ -90,10 +99,17 @@ def test_choice_prefers_the_lowest_number_and_leaves_the_bias_out_of_weights():
     torch.testing.assert_close(weights.sum(-1), torch.full((2,), 1.5))
 
 
-@pytest.mark.parametrize("plan", [ExpertsPlan(), ExpertsPlan(rows_first=True, down_ahead=True), SMALL], ids=str)
+@pytest.mark.parametrize(
+    "plan", [ExpertsPlan(), ExpertsPlan(rows_first=True, down_ahead=True, sum_beside=True), SMALL], ids=str
+)
 def test_the_kernels_compile_without_spills(plan):
     pytest.importorskip("cuda.bindings.nvrtc")
     from lowlat_nvidia.jit import compile_cubin
 
     _, log = compile_cubin("experts.cu", plan.definitions(), cache=False, verbose=True)
     assert log.count("0 bytes spill stores, 0 bytes spill loads") == 3
+    names = re.findall(r"Compiling entry function '(\w+)'", log)
+    registers = [(int(found) + 7) // 8 * 8 for found in re.findall(r"Used (\d+) registers", log)]
+    of = dict(zip(names, registers, strict=True))
+    if plan.sum_beside:
+        assert of["experts_products"] * THREADS + of["experts_sum"] * plan.sum_threads <= 65536

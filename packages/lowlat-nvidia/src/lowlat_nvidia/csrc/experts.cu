@@ -8,7 +8,7 @@
 #include "experts_first.cuh"
 #include "experts_second.cuh"
 
-constexpr int SUM_THREADS = 256, ROUTER_EXPERTS = 4, ROUTER_THREADS = HIDDEN / 16, ROUTER_WARPS = ROUTER_THREADS / 32;
+constexpr int ROUTER_EXPERTS = 4, ROUTER_THREADS = HIDDEN / 16, ROUTER_WARPS = ROUTER_THREADS / 32;
 static_assert(ROUTER_THREADS % 32 == 0, "sizes");
 
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const Params p) {
@@ -61,13 +61,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
     barriers_ready();
   }
   Rows rows;
-  if (!p.listed) {  // the router has the rows, too
+  if (ROWS_FIRST) {
+    if (p.listed) wait_for_earlier_kernel();
+    fetch_rows(p, rows, warp, lane);  // on their way while experts are looked up
+  } else if (!p.listed) {  // the router has the rows, too
     fetch_rows(p, rows, warp, lane);
     quantise_rows(rows, lane);
   }
   wait_for_earlier_kernel();
   const u32 last = __ldcg(p.epochs + blockIdx.x);
-  if (ROWS_FIRST && p.listed) fetch_rows(p, rows, warp, lane);  // on their way while experts are looked up
   choose(p, s.choice, s.scores);
   let_next_kernel_start();
   const Work work = share_work(s.choice.count);
@@ -90,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
     if (down && warp == WARPS) refill_second(p, s, work, lane, policy);
   } else {
     take_registers<104>();
-    if (p.listed) quantise_rows(rows, lane);
+    if (ROWS_FIRST || p.listed) quantise_rows(rows, lane);
     multiply_first(p, s, rows, work, warp, lane);
     if (!down) return;
     take_activations(p, s, first_slot, slots, warp, lane, last + 1);

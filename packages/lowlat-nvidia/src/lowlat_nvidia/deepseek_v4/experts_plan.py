@@ -9,7 +9,6 @@ WARPS = 16
 FINISHERS = 4
 """Warps that sum over the others."""
 THREADS = 32 * (WARPS + FINISHERS)
-SUM_THREADS = 256
 MAX_ROWS = 8
 GROUP = 32
 """Inputs that share a scale."""
@@ -38,9 +37,13 @@ class ExpertsPlan:
     scaling: float = 1.5
     multiprocessors: int = 132
     rows_first: bool = False
-    """Where experts are given from outside: rows are asked for before weights, not behind them."""
+    """Rows are asked for before experts are known, and quantised when weights are on their way. Without, they are
+    quantised before the router is waited for, and where experts are given they are asked for behind the weights."""
     down_ahead: bool = False
     """As much of down as the ring holds is brought into the L2, behind it, while activations are waited for."""
+    sum_beside: bool = False
+    """Blocks of the weighted sum are so small that they start beside those of the products, whose registers leave room
+    for 128 threads on a multiprocessor."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -56,6 +59,11 @@ class ExpertsPlan:
         found = [text for wrong, text in problems if wrong]
         if found:
             raise ExpertsPlanError("; ".join(found))
+
+    @property
+    def sum_threads(self) -> int:
+        """Threads of a block of the weighted sum."""
+        return 128 if self.sum_beside else 256
 
     @property
     def first_pairs(self) -> int:
@@ -112,4 +120,5 @@ class ExpertsPlan:
             "RING": self._ring_at,
             "ROWS_FIRST": int(self.rows_first),
             "DOWN_AHEAD": int(self.down_ahead),
+            "SUM_THREADS": self.sum_threads,
         }
