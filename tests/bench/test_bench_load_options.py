@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shlex
 
@@ -21,6 +22,12 @@ from lowlat.bench.results import Simulated
 RUN = CliRunner()
 QUICK = ("--ttft-ms", 2, "--itl-ms", 1)
 EPILOGS = {"serve": serve_command.EPILOG, "replay": replay.EPILOG, "ab": ab.EPILOG}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """Notes tell of a busy machine too, and these tests run on any."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 def lowlat(*arguments, code=0):
@@ -137,6 +144,15 @@ def test_an_open_loop_has_no_number_of_users(scripted):
     assert {row["concurrency"] for row in rows} == {0}
     assert {row["workload"] for row in rows} == {"9 in, 5 out, open loop at 500/s"}
     assert "concurrency" not in lowlat(*words).stdout
+
+
+def test_a_busy_machine_is_said(scripted, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    server = scripted(*QUICK)
+    for words in (("serve", "-n", 1, "-i", 9, "-o", 5), ("replay", sessions(tmp_path, 1))):
+        got = lowlat(*words, "--url", server.url)
+        assert "- scripted: concurrency 1: busy machine: load average 99.0 on 2 cores" in got.stdout
 
 
 def test_turns_left_out_of_a_replay_are_said(scripted, tmp_path):

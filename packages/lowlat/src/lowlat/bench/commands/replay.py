@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowlat.bench.busy import load_note
 from lowlat.bench.commands.common import AsJson, Folder, Save, Weights, numbers, plain_errors, random_weights
 from lowlat.bench.commands.load import (
     ApiKey,
@@ -216,7 +217,7 @@ def replay(
             if not outcome.records:
                 reason = left_out or "there was none"
                 raise ValueError(f"no request was sent: {reason}; see --max-context, --max-turns, --duration")
-            remarks = [text for text in (remark, guess, left_out) if text]
+            remarks = [text for text in (remark, guess, left_out, load_note()) if text]
             rows = replay_rows(outcome, workload=name, target=target, targets=targets, remarks=remarks)
             return Measured(summarize(outcome.records, targets), rows, remarks)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowlat.bench.busy import load_note
 from lowlat.bench.commands.common import AsJson, Folder, Save, Weights, numbers, plain_errors, random_weights
 from lowlat.bench.commands.load import (
     ApiKey,
@@ -172,7 +173,7 @@ def serve(
             )  # fmt: skip
             scale = 1.0 if time_scale is None else time_scale
             records, guess = asyncio.run(_run(url, api_key, timeout, options, arrivals, scale))
-            remarks = [text for text in (remark, guess) if text]
+            remarks = [text for text in (remark, guess, load_note()) if text]
             rows = load_rows(
                 records, workload=name, arm=target.arm, concurrency=level, targets=targets, remarks=remarks,
                 model=target.model,
