@@ -199,6 +199,7 @@ def test_summary_against_figures_worked_out_by_hand():
     assert got.tokens_per_s_total == pytest.approx(22 / 0.5)
     assert got.goodput == pytest.approx(1 / 0.5)
     assert got.errors == {"HTTP 500: no": 1}
+    assert got.in_flight == pytest.approx((0.2 + 0.5) / 0.5)
     rows = {row.metric: row for row in load_rows(records, workload="w", arm="scripted", concurrency=2)}
     assert rows["interactivity_p90"].median == pytest.approx(got.interactivity_p90)
     assert rows["ttft_ms"].details["p90"] == pytest.approx(got.ttft_ms.p90)

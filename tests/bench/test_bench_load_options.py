@@ -142,6 +142,7 @@ def test_an_open_loop_has_no_number_of_users(scripted):
     words = ("serve", "--url", server.url, "--rate", 500, "-n", 3, "-i", 9, "-o", 5)
     rows = json.loads(lowlat(*words, "--weights", "real", "--json").stdout)["rows"]
     assert {row["concurrency"] for row in rows} == {0}
+    assert all(0 < row["details"]["in_flight"] <= 3 for row in rows)
     assert {row["workload"] for row in rows} == {"9 in, 5 out, open loop at 500/s"}
     assert "concurrency" not in lowlat(*words).stdout
 

@@ -98,9 +98,9 @@ def describe(measured: Measured) -> str:
     summary = measured.summary
     text = f"{summary.requests} requests in {summary.duration_s:.1f} s, {summary.failed} failed; "
     tokens_in = "unknown" if summary.input_tokens is None else summary.input_tokens
-    text += f"{tokens_in} tokens in, {summary.output_tokens} out"
+    text += f"{tokens_in} tokens in, {summary.output_tokens} out, {summary.in_flight:.1f} requests in flight on average"
     if summary.cached_tokens is not None:
-        text += f", {summary.cached_tokens} from the cache"
+        text += f", {summary.cached_tokens} tokens from the cache"
     for title, spread in (
         ("time to first token, ms", summary.ttft_ms),
         ("time between tokens, ms", summary.itl_ms),

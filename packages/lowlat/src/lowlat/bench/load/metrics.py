@@ -200,18 +200,21 @@ def load_rows(
     """Rows of the result format for one load; percentiles other than the row's own go into `details`.
 
     What a reader must know beside the figures stands in every row's note: `remarks`, and what `caveats` finds.
-    `concurrency` is 0 for an open loop; `model` goes into `details`.
+    `concurrency` is 0 for an open loop, whose mean number of requests in flight goes into `details`, as `model` does.
     """
     summary = summarize(records, targets)
     good = [record for record in records if record.ok]
     said = [*remarks, *caveats(summary)]
     where = f"concurrency {concurrency}" if concurrency else "open loop"
+    details: dict[str, object] = {"model": model} if model else {}
+    details |= {"failed": summary.failed} if summary.failed else {}
+    details |= {"in_flight": round(summary.in_flight, 2)} if not concurrency else {}
     shared: dict[str, object] = {
         "concurrency": concurrency,
         "input_tokens": summary.input_tokens,
         "output_tokens": summary.output_tokens,
         "cached_tokens": summary.cached_tokens,
-        "details": ({"model": model} if model else {}) | ({"failed": summary.failed} if summary.failed else {}),
+        "details": details,
         "note": f"{where}: {'; '.join(said)}" if said else "",
     }
     rows: list[Row] = []
