@@ -156,6 +156,9 @@ def test_the_command_is_what_was_measured_not_where_it_was_written(monkeypatch):
     assert stamp.command_line() == "lowlat bench step --output 1"
     monkeypatch.setattr(sys, "argv", ["packages/lowlat/src/lowlat/cli/main.py", "bench", "ab"])
     assert stamp.command_line() == "lowlat bench ab"
+    for secret in (["--api-key", "sk-1"], ["--api-key=sk-1"]):
+        monkeypatch.setattr(sys, "argv", ["/venv/bin/lowlat", "bench", "serve", *secret, "-c", "1"])
+        assert stamp.command_line() == "lowlat bench serve -c 1"
     script = stamp.repository_root() / "benchmarks" / "host_cost.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--name", "a b"])
     assert stamp.command_line() == "python benchmarks/host_cost.py --name 'a b'"

@@ -149,16 +149,19 @@ def this_machine(gpus: int | None = None) -> Machine:
 
 OUTPUT_OPTIONS = frozenset({"--results", "--perfetto", "--timeline", "--plots"})
 """Options that say where output goes: no part of what was measured."""
+SECRET_OPTIONS = frozenset({"--api-key"})
+"""Options whose value is nobody else's business."""
 
 
 def _measured_options(arguments: list[str]) -> list[str]:
-    """`arguments` without those that only say where output goes."""
+    """`arguments` without those that only say where output goes, and without secrets."""
+    left_out = OUTPUT_OPTIONS | SECRET_OPTIONS
     kept: list[str] = []
     skip = False
     for argument in arguments:
-        if not skip and argument.partition("=")[0] not in OUTPUT_OPTIONS:
+        if not skip and argument.partition("=")[0] not in left_out:
             kept.append(argument)
-        skip = not skip and argument in OUTPUT_OPTIONS
+        skip = not skip and argument in left_out
     return kept
 
 
