@@ -3,7 +3,7 @@
 Definitions, all a request's own: TTFT runs from sending to the first text; the gap is the time after the first text
 over the tokens after it; per-user speed is 1 / gap; latency runs from sending to the last text. P90 interactivity is
 1 / P90 of the gaps and P90 end-to-end-normalised interactivity is 1 / P90 of latency over output tokens (as AgentX has
-them; its gap is divided by all tokens but one, which is the same where the first text is one token).
+them, whose gap is over all tokens but one: the same where the first text is one token).
 """
 
 from __future__ import annotations
