@@ -29,6 +29,7 @@ extern "C" __global__ void __cluster_dims__(4) __launch_bounds__(THREADS, 2) dow
   Down::start(s, tile, rank, p.down, p.down_scales);
   if (PREFETCH && is_thread(32)) fetch_weights(p.up, HEADS * DIM * QUERY_LATENT);
   stamp(p, 0, 1);
+  cluster_wait();
   wait_for_earlier_kernel();
   let_next_kernel_start();  // not before: what the others read must be older than this chain
   stamp(p, 0, 2);
@@ -149,6 +150,7 @@ extern "C" __global__ void __cluster_dims__(4) __launch_bounds__(THREADS, 2) gro
   stamp(p, 3, 0);
   let_next_kernel_start();
   Grouped::start(s, tile, rank, p.group, p.group_scales);
+  cluster_wait();
   stamp(p, 3, 1);
   const int row = thread % MAX_ROWS, place = thread / MAX_ROWS;
   if (row < p.rows) {

@@ -102,14 +102,14 @@ struct Product {
     const float2 b = *(const float2*)(s.parts[1] + row * (TILE + 4) + output);
     store(row, output, bf_pair(a.x + b.x, a.y + b.y));
   }
-  // The same over a cluster: block b gets outputs 16b .. 16b + 15 of all, which are its warps' b.
+  // The same over a cluster: block b gets outputs 16b .. 16b + 15 of all, which are its warps' b. All blocks of the cluster
+  // have begun: cluster_wait after start, before the inputs are waited for, when it costs nothing.
   template <class Store>
   static DEV_MEMBER void join_cluster(const Chain& p, Shared& s, u32 rank, const float (&sum)[4], Store store) {
     static_assert(BLOCKS == 4 && OWN == 16, "four");
     const int thread = threadIdx.x, half = thread / 128, warp = thread / 32 % 4, g = thread % 32 / 4, q = thread % 4;
     const u32 to = address_in_block(shared_address(s.parts[rank * 2 + half] + g * MAX_ROWS + q * 2), warp);
     const u32 barrier = address_in_block(shared_address(&s.joined), warp);
-    cluster_wait();
     send(to, sum[0], sum[1], barrier);
     send(to + 8 * MAX_ROWS * 4, sum[2], sum[3], barrier);
     if (thread >= OWN * MAX_ROWS) return;
