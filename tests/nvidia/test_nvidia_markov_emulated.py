@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,47 @@ def test_the_proposals_are_right_on_a_cpu(requests: int, monkeypatch: pytest.Mon
             torch.testing.assert_close(out.double(), logits, rtol=0, atol=2e-4)
             found.append(out)
     assert all(torch.equal(out, found[0]) for out in found)
+
+
+class Kept(machine.EmulatedFunction):
+    """Launches are kept until `finish`, so that ranks run beside each other."""
+
+    def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:
+        self.launch_early(blocks, threads, parameters, stream)
+
+
+def test_two_ranks_agree_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    made = MarkovPlan(2 * 2 * 20 * 16, rank=64, ranks=2, requests=3, blocks=2)
+    head, embedding = (torch.randn(made.vocabulary, 64).bfloat16() for _ in range(2))
+    base = torch.randn(3, STEPS, made.vocabulary) * 2
+    anchors, seeds, positions = (torch.randint(made.vocabulary, (3,)) for _ in range(3))
+    temperatures = torch.tensor([0.0, 0.8, 1.3])
+    lists = (t.tolist() for t in (anchors, temperatures, seeds, positions))
+    expected, _, margins = reference.propose(head, embedding, base, *lists)
+    assert (margins > SURE).all()
+    begin = "  const int thread = threadIdx.x, block = blockIdx.x;\n"
+    together = {
+        "markov.cu": (begin, begin + "  let_next_kernel_start();\n")
+    }  # the next rank does not wait for this one
+    kernels = machine.Machine(machine.build(machine.MARKOV, made.definitions(), tmp_path, together))
+    monkeypatch.setattr(markov, "compile_cubin", lambda name, definitions: (b"", ""))
+    monkeypatch.setattr(markov, "Function", lambda cubin, name, shared: Kept(kernels, 0, 1, shared))
+    parts = head.chunk(2)
+    ranks = [MarkovProposals(made, part, embedding, rank) for rank, part in enumerate(parts)]
+    for one in ranks:
+        one.connect([each.inbox.data_ptr() for each in ranks], [each.error.data_ptr() for each in ranks])
+    inputs = [ProposalTensors(part.contiguous(), anchors, temperatures, seeds, positions) for part in base.chunk(2, -1)]
+    for last in (1, 0):  # the machine stops when the rank that was launched last has ended
+        for rank in (1 - last, last):
+            ranks[rank].tokens.fill_(-1)
+            tokens = ranks[rank].run(inputs[rank], 1)
+        kernels.finish(plan.THREADS)
+        assert torch.equal(tokens, expected)
+        for one in ranks:
+            one.check()
+    of_the_second = int((expected >= made.local_vocabulary).sum())
+    assert 0 < of_the_second < expected.numel()  # both ranks had some of the tokens
 
 
 def test_a_launch_that_finds_an_error_ends_without_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
