@@ -10,11 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same examples in every ordinary run, so that a red run is about the change; `make soak` draws new ones.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("fresh", print_blob=True)
+# The same examples in every ordinary run, so that a red run is about the change; `make soak` draws new ones. How long
+# an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("untimed"), derandomize=True)
+settings.register_profile("fresh", settings.get_profile("untimed"), print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

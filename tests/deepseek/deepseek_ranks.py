@@ -86,7 +86,7 @@ def main(rank: int, size: int, v41: str, v4: str, out: str) -> None:
 
 def _run(rank: int, size: int, rendezvous: str, v41: str, v4: str, out: str) -> None:
     torch.set_num_threads(1)
-    communicator: Communicator = SingleRank() if size == 1 else TorchGroup(Shard(rank, size), rendezvous)
+    communicator: Communicator = SingleRank() if size == 1 else TorchGroup(Shard(rank, size), rendezvous, timeout_s=600)
     found = results(Path(v41), Path(v4), communicator) | table_bytes(Path(v41), communicator)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, str(Path(out) / f"{size}.{rank}"))
     if isinstance(communicator, TorchGroup):

@@ -173,7 +173,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_damaged_heads_load_or_are_named_errors(sound: tuple[Path, bytes, int], data: st.DataObject) -> None:
     path, original, size = sound
     changed = bytearray(original)
