@@ -28,6 +28,7 @@ from lowlat.layers.triton import (  # noqa: E402
     norm,
     product,
     rope_write,
+    row_attention,
     row_product,
     rows,
     slots,
@@ -128,16 +129,60 @@ def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "rows", "norm", "window", "draft"),
+    [
+        ("bf16", 9, 3, 64, 7, False, 0, False),
+        ("bf16", 9, 3, 64, 6, True, 257, True),
+        ("bf16", 32, 8, 128, 8, True, 0, False),
+        ("bf16", 64, 8, 64, 8, False, 128, False),
+        ("fp32", 9, 3, 64, 8, False, 0, False),
+    ],
+)
+def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, window, draft, target, tmp_path):
+    early, most, group = target != "gfx950", 64, heads // kv_heads
+    floats = ["qkv_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr", "sinks_ptr", "out_ptr"]
+    integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr"]
+    types = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(integers, "*i32") | {"places_ptr": "*i64"}
+    types |= dict.fromkeys(["cos_ptr", "sin_ptr", "partial_ptr", "sums_ptr"], "*fp32")
+    types |= {"table_stride": "i32", "eps": "fp32", "scale": "fp32"}
+    block_m, block_l = max(16, triton.next_power_of_2(group * rows)), 32 if dtype == "fp32" else 64
+    common = {
+        "WINDOW": window, "MOST": most, "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_M": block_m,
+        "BLOCK_L": block_l, "BLOCK_D": dim, "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": early,
+    }  # fmt: skip
+    more = {"PAGE": 16, "NORM": norm, "DRAFT": draft, "BLOCK_R": row_attention.MOST_ROWS}
+    kernel = row_attention.row_attend_kernel
+    mine = {name: types[name] for name in kernel.arg_names if name in types}
+    built = compiled(kernel, target, mine, common | more, num_warps=4, num_stages=2)
+    registers, spilled, shared = resources(built, target, tmp_path)
+    assert shared <= SHARED[target] // 2
+    join = row_attention.join_kernel
+    mine = {name: types[name] for name in join.arg_names if name in types}
+    joined = compiled(join, target, mine, common | {"SINKS": True, "PARTS": 16}, num_warps=1)
+    assert resources(joined, target, tmp_path)[1] == 0
+    if target == "sm_90":
+        assert spilled == 0
+        assert registers * 32 * 4 <= 32768
+        before, after = built.asm["ptx"].split("griddepcontrol.wait")
+        # Keys and values of the cache before the wait, and behind it all of the new rows before the first barrier.
+        assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 2 * block_l * dim // (8 * 32 * 4)
+        new = after.split("bar.sync", 1)[0].count("ld.global")
+        assert new >= (2 * block_m + 3 * 16) * dim // (8 * 32 * 4)
+        assert "bar.sync" not in joined.asm["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
     ("width", "gate", "norm"), [(576, -1, True), (576, 0, True), (1536, -1, False), (2304, -1, False)]
 )
 def test_products_of_rows_fit(width, gate, norm, target, tmp_path):
     pointers = ["x_ptr", "stream_ptr", "norm_ptr", "weight_ptr", "bias_ptr", "out_ptr", "sum_ptr"]
     types = dict.fromkeys(pointers, "*bf16") | {"rows": "i32", "outputs": "i32", "eps": "fp32"}
-    whole, part, block_k = row_product.parts_of(width)
-    outputs, parts = 16, row_product.PARTS
+    parts, part, piece = row_product.parts_of(width)
+    outputs = 16
     constants = {
-        "WIDTH": width, "ADD": norm, "NORM": norm, "GATE": gate, "BIAS": False, "PARTS": parts, "WHOLE": whole,
-        "PART": part, "BLOCK_K": block_k, "BLOCK_N": outputs, "BLOCK_R": 8, "EARLY": target != "gfx950",
+        "WIDTH": width, "ADD": norm, "NORM": norm, "GATE": gate, "BIAS": False, "PARTS": parts,
+        "PART": part, "PIECE": piece, "BLOCK_N": outputs, "BLOCK_R": 8, "EARLY": target != "gfx950",
     }  # fmt: skip
     kernel = compiled(row_product.row_product_kernel, target, types, constants, num_warps=parts)
     registers, spilled, shared = resources(kernel, target, tmp_path)
@@ -150,6 +195,10 @@ def test_products_of_rows_fit(width, gate, norm, target, tmp_path):
         before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
         assert before.count("ld.global") >= outputs * width * (2 if gate >= 0 else 1) * 2 // (16 * 32 * parts)
         assert "mma.sync" in after
+        # Norm and weights before the wait, and behind it all rows before the first barrier: memory is waited for once.
+        loads, rest = after.split("bar.sync", 1)
+        assert loads.count("ld.global") == -(-part // piece) * piece * 8 // (8 * 32) * (2 if norm else 1)
+        assert "ld.global" not in rest
 
 
 def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
         ("interpreted_kernels.py", "test"),
         ("interpreted_verify.py", "test"),
         ("interpreted_rows.py", "test"),
+        ("interpreted_row_attention.py", "test"),
         ("interpreted_training.py", "test"),
         ("interpreted_models.py", "Gemma3"),  # windows, four norms a layer, QK-norm, a scaled embedding
         pytest.param("interpreted_models.py", "test", marks=pytest.mark.slow),

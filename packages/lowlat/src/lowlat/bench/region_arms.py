@@ -20,8 +20,8 @@ LAYER_PARTS = {"qkv": "qkv", "output": "attention output"}
 MLP_PARTS = {"gate_up": "gate and up", "down": "down"}
 """Projections of a layer of lowlat's decoders and of its MLP, and what their regions are called."""
 OPERATIONS = {
-    "attend": "attention", "rope_write": "rotation and cache write", "norm": "norm", "add_norm": "norm",
-    "gate": "activation", "take_slots": "states", "put_tokens": "states", "begin_rows": "states",
+    "attend": "attention", "row_attend": "attention", "rope_write": "rotation and cache write", "norm": "norm",
+    "add_norm": "norm", "gate": "activation", "take_slots": "states", "put_tokens": "states", "begin_rows": "states",
     "accept": "acceptance", "experts": "experts",
 }  # fmt: skip
 """What lies between the projections where state is on the device."""

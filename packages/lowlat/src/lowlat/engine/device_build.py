@@ -51,9 +51,9 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
     device_model = DeviceDecoder(model, ops, _row_sums(model, host.communicator, ops, fused=fused))
     bodies: StepBodies = EagerBodies()
     if fused and limits.max_batch * width > 1:
-        from lowlat.engine.row_products import choose_row_products
+        from lowlat.engine.row_kernels import choose_row_kernels
 
-        choose_row_products(device_model, ops)
+        choose_row_kernels(device_model, ops, width)
     if device.type == "cpu":
         pass
     elif not fused:

@@ -110,6 +110,20 @@ class ReferenceOps:
             _attend(q_RND, keys_SKD, values_SKD, step, batch, rule, out_RND)
         return out_RND.flatten(1)
 
+    def rope_attend(
+        self,
+        qkv_RYD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """One after the other."""
+        q_RND = self.rope_write(qkv_RYD, keys_SKD, values_SKD, step, tables, norms)
+        return self.attend(q_RND, keys_SKD, values_SKD, step, rule)
+
     def take_slots(
         self,
         slots_B: torch.Tensor,

@@ -166,6 +166,18 @@ class DeviceOps(Protocol):
         """Causal attention of every row over its own request's tokens up to itself, [R, N * D]; padding gives zeros.
         Blocks of a draft (`block_base`) see all their rows and, with a window, that many tokens before the block."""
 
+    def rope_attend(
+        self,
+        qkv_RYD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """`rope_write` and `attend` of what it returns; a draft's block need not be written."""
+
     def take_slots(
         self,
         slots_B: torch.Tensor,

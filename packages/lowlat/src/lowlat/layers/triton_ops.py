@@ -15,6 +15,7 @@ from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import DecodeRows, DeviceStep
 from lowlat.layers.moe import Experts
 from lowlat.layers.triton import experts as expert_kernels
+from lowlat.layers.triton import row_attention
 from lowlat.layers.triton.activation import KINDS, gated
 from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.drawing import draw, walk
@@ -71,7 +72,9 @@ class TritonOps:
     def __init__(self, processors: int, *, early_start: bool = False) -> None:
         """`early_start`: kernels may start while the one before them runs (`triton.early`)."""
         self.row_products = False
-        """Whether products of several rows with small weights have a kernel of ours (`engine/row_products.py`)."""
+        """Whether products of several rows with small weights have a kernel of ours (`engine/row_kernels.py`)."""
+        self.row_attention = False
+        """Whether attention of a few new rows of each request has kernels of its own (`engine/row_kernels.py`)."""
         self._programs = 2 * processors
         self._early = early_start
         self._experts: dict[int, _LayersExperts | None] = {}
@@ -180,6 +183,39 @@ class TritonOps:
                 programs=self._programs, early_start=self._early, block_base=step.block_base,
             )  # fmt: skip
         return out_RND.flatten(1)
+
+    def rope_attend(
+        self,
+        qkv_RYD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """In two kernels for a few new rows of each request."""
+        _, packed, dim = qkv_RYD.shape
+        kv_heads = keys_SKD.shape[1]
+        if self.row_attention and row_attention.fits(step, packed - 2 * kv_heads, kv_heads, dim):
+            return self.row_attend(qkv_RYD, keys_SKD, values_SKD, step, tables, norms, rule)
+        q_RND = self.rope_write(qkv_RYD, keys_SKD, values_SKD, step, tables, norms)
+        return self.attend(q_RND, keys_SKD, values_SKD, step, rule)
+
+    def row_attend(
+        self,
+        qkv_RYD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """`rope_attend` of steps that `row_attention.fits`."""
+        return row_attention.row_attend(
+            qkv_RYD, keys_SKD, values_SKD, step, tables, norms, rule, programs=self._programs, early_start=self._early
+        )
 
     def take_slots(
         self,

@@ -164,13 +164,23 @@ class DeviceDecoder:
         step: DeviceStep,
     ) -> torch.Tensor:
         qkv_RYD = qkv_RX.view(len(qkv_RX), -1, layer.head_dim)
+        mixed = self.mixed(layer, qkv_RYD, keys_SKD, values_SKD, step)
+        return self.ops.product(mixed, layer.output)
+
+    def mixed(
+        self,
+        layer: DecoderLayer,
+        qkv_RYD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+    ) -> torch.Tensor:
+        """What a layer's attention mixes for rows of its packed projection, [R, N * D]."""
         norms = None
         if layer.head_norm_XD is not None:
             norms = (layer.head_norm_XD[0], layer.head_norm_XD[layer.query_heads], layer.eps)
         tables = self.decoder.ropes[layer.window].tables
-        q_RND = self.ops.rope_write(qkv_RYD, keys_SKD, values_SKD, step, tables, norms)
-        mixed = self.ops.attend(q_RND, keys_SKD, values_SKD, step, layer.rule)
-        return self.ops.product(mixed, layer.output)
+        return self.ops.rope_attend(qkv_RYD, keys_SKD, values_SKD, step, tables, norms, layer.rule)
 
     def _mlp(self, layer: DecoderLayer, added: Added, residual_RH: torch.Tensor) -> tuple[Added, torch.Tensor]:
         """What the MLP adds to the residual stream, and the stream before it."""

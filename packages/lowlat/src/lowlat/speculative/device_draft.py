@@ -211,8 +211,8 @@ class BlockDraft:
 
         def attention(qkv_RC: torch.Tensor) -> torch.Tensor:
             qkv_RYD = qkv_RC.view(len(qkv_RC), -1, self.config.head_dim)
-            q_RND = ops.rope_write(qkv_RYD, keys_SKD, values_SKD, step, self._rope, layer.norms)
-            return ops.product(ops.attend(q_RND, keys_SKD, values_SKD, step, self._rule), layer.output)
+            where = (keys_SKD, values_SKD, step, self._rope, layer.norms)
+            return ops.product(ops.rope_attend(qkv_RYD, *where, self._rule), layer.output)
 
         if layer.attention_mixing is None:
             qkv_RC, residual_RH = ops.add_norm_product(x_RH, residual_RH, layer.input_norm, eps, layer.qkv)

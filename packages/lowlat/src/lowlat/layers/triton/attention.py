@@ -54,7 +54,18 @@ def _splits(
 
 
 @triton.jit
-def _look(
+def fold(scores, best_m, sum_m):
+    """Best scores and sums with these too, what earlier sums fade by, and the scores' weights."""
+    next_m = tl.maximum(best_m, tl.max(scores, axis=1))
+    # A row that has seen nothing yet must not subtract infinities.
+    base_m = tl.where(next_m == float("-inf"), 0.0, next_m)
+    weights = tl.exp2(scores - base_m[:, None])
+    fade_m = tl.exp2(best_m - base_m)
+    return next_m, sum_m * fade_m + tl.sum(weights, axis=1), fade_m, weights
+
+
+@triton.jit
+def look(
     slot_l, seen_l, seen_ok, q, best_m, sum_m, mixed, position_m, begin_m, distance_m, prefix,
     keys_ptr, values_ptr, kv_head, place_d, scale,
     MASKED: tl.constexpr, ITEMS: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -86,12 +97,7 @@ def _look(
         elif WINDOW > 0 and not DRAFT:
             visible = visible & (seen_l[None, :] > position_m[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-    next_m = tl.maximum(best_m, tl.max(scores, axis=1))
-    # A row that has seen nothing yet must not subtract infinities.
-    base_m = tl.where(next_m == float("-inf"), 0.0, next_m)
-    weights = tl.exp2(scores - base_m[:, None])
-    fade_m = tl.exp2(best_m - base_m)
-    sum_m = sum_m * fade_m + tl.sum(weights, axis=1)
+    next_m, sum_m, fade_m, weights = fold(scores, best_m, sum_m)
     if MASKED:
         values = tl.load(value_places, mask=seen_ok[:, None] & dim_ok[None, :], other=0.0)
     elif DIM < BLOCK_D:
@@ -207,7 +213,7 @@ def attend_kernel(
             for start in range(low, clear, BLOCK_L):
                 seen_l = start + place_l
                 slot_l = tl.load(pages_ptr + seen_l // PAGE).to(tl.int64) * PAGE + seen_l % PAGE
-                best_m, sum_m, mixed = _look(
+                best_m, sum_m, mixed = look(
                     slot_l, seen_l, place_l >= 0, q, best_m, sum_m, mixed, position_m, begin_m, distance_m, prefix,
                     keys_ptr, values_ptr, kv_head, place_d, scale,
                     False, False, False, 0, KV_HEADS, DIM, BLOCK_D,
@@ -225,7 +231,7 @@ def attend_kernel(
             slot_l = page_l * PAGE + seen_l % PAGE
             if DRAFT:
                 slot_l = tl.where(paged_ok, slot_l, (block_base + first + seen_l - (length - rows)).to(tl.int64))
-            best_m, sum_m, mixed = _look(
+            best_m, sum_m, mixed = look(
                 slot_l, seen_l, seen_ok, q, best_m, sum_m, mixed, position_m, begin_m, distance_m, prefix,
                 keys_ptr, values_ptr, kv_head, place_d, scale,
                 True, ITEMS, DRAFT, WINDOW, KV_HEADS, DIM, BLOCK_D,
