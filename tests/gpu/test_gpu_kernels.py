@@ -156,6 +156,79 @@ def test_rope_and_write(rows, heads, kv_heads, dim, norms, dtype):
         assert mine[others].isnan().all()
 
 
+NEW_ROWS = [
+    # width, heads, kv heads, dim, page, window, sinks, norms, draft; tokens in the cache, new rows
+    ((7, 9, 3, 64, 16), [512], [7]),
+    ((6, 9, 3, 64, 16, 256, False, True, True), [0, 1, 63, 1500], [6, 6, 0, 6]),
+    ((8, 32, 8, 128, 16, 0, False, True), [20_000, 64], [8, 3]),
+    ((2, 16, 8, 128, 1), [65, 900, 7, 0], [2, 1, 2, 2]),
+    ((8, 64, 8, 64, 16, 128, True), [3000, 100], [8, 8]),
+    ((16, 8, 4, 64, 7, 5), [200], [11]),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "before", "rows"), NEW_ROWS, ids=str)
+@pytest.mark.parametrize("early", [False, True])
+def test_attention_of_new_rows(shape, before, rows, early, dtype):
+    from row_cases import RowCase, Shape, check_new_rows
+
+    programs = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    case = RowCase(Shape(*shape), before, rows, "cuda", dtype)
+    check_new_rows(case, programs=programs, tolerance=TOLERANCE[dtype], early_start=early)
+
+
+def test_attention_of_new_rows_reads_what_was_written_before():
+    """A step's chain in a graph, replayed often with other rows: the bits of one kernel after another. What a kernel
+    reads before it waits is written anew in every replay."""
+    from row_cases import RowCase, Shape
+
+    from lowlat.layers.triton.row_attention import row_attend
+    from lowlat.layers.triton.row_product import row_product
+    from lowlat.layers.triton.rows import look_up
+
+    case = RowCase(Shape(7, 9, 3, 64, 16), [500], [7], "cuda", torch.bfloat16).moved()
+    width, packed = 9 * 64, 15 * 64
+    weights = [(torch.randn(size, width, device="cuda") / width**0.5).bfloat16() for size in (packed, width)]
+    table = torch.randn(50, width, device="cuda").bfloat16()
+    norm = torch.ones(width, device="cuda").bfloat16()
+    tokens, lengths = torch.zeros(7, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    pools = [(case.keys_SKD.clone(), case.values_SKD.clone()) for _ in range(12)]
+
+    def chain(pause):
+        # As `begin_rows` does: the lengths that all layers read are this step's.
+        case.step.segments[0].lengths_B.copy_(lengths)
+        pause()
+        stream, x = look_up(tokens, table, early_start=True), None
+        pause()
+        for keys, values in pools:
+            first, kept = (stream, None) if x is None else (x, stream)
+            qkv, stream = row_product(first, weights[0], stream_RI=kept, norm_I=norm, eps=1e-5, early_start=True)
+            pause()
+            where = (keys, values, case.step, case.tables, None, case.rule)
+            mixed = row_attend(qkv.view(7, 15, 64), *where, programs=264, early_start=True)
+            pause()
+            x, _ = row_product(mixed, weights[1], early_start=True)
+            pause()
+        return x
+
+    lengths.fill_(507)
+    chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(lambda: None)
+    different = set()
+    for turn in range(40):
+        tokens.copy_(torch.randint(0, 50, (7,), device="cuda"))
+        lengths.fill_(507 - turn % 3 * 40)
+        expected = chain(torch.cuda.synchronize).clone()
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+        different.add(float(expected.float().sum()))
+    assert len(different) > 30
+
+
 CASES = [
     # lengths, rows, heads, kv heads, dim, page size, window, sinks
     ([1], [1], 32, 8, 64, 1, 0, False),

@@ -155,6 +155,21 @@ def test_rope_and_write(heads, kv_heads, dim, rows, norms):
         assert mine[others].isnan().all(), "a slot of nobody's was written"
 
 
+@pytest.mark.parametrize(("layers", "kv_heads", "dim", "rows"), [(4, 3, 8, 5), (2, 4, 24, 30)])
+def test_keys_of_all_layers_are_written_at_once(layers, kv_heads, dim, rows):
+    kv = torch.randn(rows, layers, 2 * kv_heads, dim)
+    rope, slots = Rope(dim, 10000.0, 64, None, torch.device("cpu")), torch.randperm(48)[:rows]
+    step = DeviceStep(torch.zeros(rows), torch.randint(0, 64, (rows,)), slots, [], slots, 1, None)
+    mine, theirs = ([torch.full((layers, 48, kv_heads, dim), float("nan")) for _ in range(2)] for _ in range(2))
+    norms = torch.randn(layers, dim), 1e-6
+    TritonOps(4).write_layers(kv, *mine, step, rope.tables, norms)
+    REFERENCE.write_layers(kv, *theirs, step, rope.tables, norms)
+    others = torch.ones(48, dtype=torch.bool).index_fill_(0, slots, False)
+    for pool, expected in zip(mine, theirs, strict=True):
+        close(pool[:, slots], expected[:, slots])
+        assert pool[:, others].isnan().all(), "a slot of nobody's was written"
+
+
 def run(case, segments, rule, out, programs):
     paged = (case.q_RND, case.keys_SKD, case.values_SKD, case.table_TP, case.page_size)
     attention.attend(*paged, segments, rule, out, programs=programs)

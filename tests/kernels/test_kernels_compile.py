@@ -201,6 +201,13 @@ def test_products_of_rows_fit(width, gate, norm, target, tmp_path):
         assert "ld.global" not in rest
 
 
+def test_kernels_behind_a_look_up_start_when_all_before_it_is_done(tmp_path):
+    """Attention of new rows reads lengths and the cache before it waits."""
+    types = {"places_ptr": "*i64", "table_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32"}
+    text = compiled(rows.look_up_kernel, "sm_90", types, {"BLOCK": 1024, "EARLY": True}, num_warps=4).asm["ptx"]
+    assert text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
+
+
 def draws_and_checks() -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
     """The kernels around a step's forward."""
     wide = dict.fromkeys(
@@ -274,8 +281,9 @@ def test_small_kernels_fit(target, tmp_path):
         (
             rope_write.rope_write_kernel,
             dict.fromkeys(["qkv_ptr", "q_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr"], bf16)
-            | {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": floats, "sin_ptr": floats, "eps": "fp32"},
-            {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128, "EARLY": False,
+            | {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": floats, "sin_ptr": floats, "eps": "fp32",
+               "layer_slots": "i32"},
+            {"QUERY_HEADS": 32, "LAYERS": 1, "KV_HEADS": 8, "DIM": 128, "NORM": True, "BLOCK_D": 128, "EARLY": False,
              "BLOCK_Y": 8, "LATE": True},
             4,
         ),

@@ -96,6 +96,21 @@ class ReferenceOps:
         values_SKD.index_copy_(0, step.write_slots_R, qkv_RYD[:, rotated:])
         return rotate(q_RND, cos_R1D, sin_R1D)
 
+    def write_layers(
+        self,
+        kv_RLYD: torch.Tensor,
+        keys_LSKD: torch.Tensor,
+        values_LSKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, float],
+    ) -> None:
+        """Layer after layer."""
+        norms_LD, eps = norms
+        for layer, norm_D in enumerate(norms_LD):
+            parts = kv_RLYD[:, layer], keys_LSKD[layer], values_LSKD[layer]
+            self.rope_write(*parts, step, tables, (norm_D, norm_D, eps))
+
     def attend(
         self,
         q_RND: torch.Tensor,

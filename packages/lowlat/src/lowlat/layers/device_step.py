@@ -155,6 +155,18 @@ class DeviceOps(Protocol):
         """Norm (where given: query weight [D], key weight [D], eps) and rotate queries and keys, write keys and values
         to the rows' slots; returns the queries, [R, N, D]. `tables`: cosines and signed sines, [positions, D]."""
 
+    def write_layers(
+        self,
+        kv_RLYD: torch.Tensor,
+        keys_LSKD: torch.Tensor,
+        values_LSKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, float],
+    ) -> None:
+        """Normed and rotated keys, and values, of every row for each of `L` layers, written to their caches. `norms`:
+        weights by layer, and what is added to the mean square."""
+
     def attend(
         self,
         q_RND: torch.Tensor,

@@ -24,7 +24,7 @@ from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.history import find_again
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
-from lowlat.layers.triton.rope_write import rope_write
+from lowlat.layers.triton.rope_write import rope_write, write_layers
 from lowlat.layers.triton.row_product import fits, row_product
 from lowlat.layers.triton.rows import add_rows, look_up
 from lowlat.layers.triton.slots import put_tokens, take_slots
@@ -165,6 +165,19 @@ class TritonOps:
         return rope_write(
             qkv_RYD, keys_SKD, values_SKD, step.positions_R, step.write_slots_R, tables, norms, early_start=self._early
         )
+
+    def write_layers(
+        self,
+        kv_RLYD: torch.Tensor,
+        keys_LSKD: torch.Tensor,
+        values_LSKD: torch.Tensor,
+        step: DeviceStep,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, float],
+    ) -> None:
+        """Norm, rotation, and the write, of all layers."""
+        where = (keys_LSKD, values_LSKD, step.positions_R, step.write_slots_R)
+        write_layers(kv_RLYD, *where, tables, norms, early_start=self._early)
 
     def attend(
         self,

@@ -16,7 +16,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
-from lowlat.cache.layout import KVLayout, KVPool
+from lowlat.cache.layout import KVLayout
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import DeviceOps, DeviceStep, RowSegments
 from lowlat.layers.rope import Rope
@@ -56,7 +56,6 @@ class _Layer(msgspec.Struct):
     """Weights of a draft's layer, packed: queries, keys and values as one product, gate and up as one."""
 
     qkv: PackedLinear
-    kv: PackedLinear
     output: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
@@ -68,10 +67,8 @@ class _Layer(msgspec.Struct):
 
     @classmethod
     def of(cls, layer: DraftLayer, eps: float, pack: Pack) -> _Layer:
-        kv = torch.cat([layer.k_proj.weight, layer.v_proj.weight])
         return cls(
-            pack(torch.cat([layer.q_proj.weight, kv])),
-            pack(kv),
+            pack(torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight])),
             pack(layer.o_proj.weight),
             pack(torch.cat([layer.gate_proj.weight, layer.up_proj.weight])),
             pack(layer.down_proj.weight),
@@ -107,10 +104,10 @@ class BlockDraft:
         device, slots, block = weight.device, len(tables.lengths_T), config.block_size
         # The target's padding page is a page here; the rows of blocks come behind it.
         behind = -(-slots * block // layout.page_size)
-        layout = msgspec.structs.replace(
-            layout, pages=layout.pages + 1 + behind, dtype=str(weight.dtype).removeprefix("torch.")
-        )
-        self.pool = KVPool(layout, device)
+        layout = msgspec.structs.replace(layout, pages=layout.pages + 1 + behind)
+        shape = (layout.layers, layout.slots, layout.kv_heads, layout.head_dim)
+        # Not zeroed: no step reads a slot that none wrote.
+        self.keys_LSKD, self.values_LSKD = (torch.empty(shape, dtype=weight.dtype, device=device) for _ in range(2))
         self._block_base = (tables.padding_page + 1) * layout.page_size
         self._places_R = torch.arange(slots * block, device=device) + self._block_base
         self._masks_BG = torch.full((slots, block - 1), config.mask_token_id, dtype=torch.int64, device=device)
@@ -121,6 +118,10 @@ class BlockDraft:
         self._rope = Rope(config.head_dim, config.rope_theta, positions, None, device).tables
         layers = [layer for layer in network.layers if isinstance(layer, DraftLayer)]
         self._layers = [_Layer.of(layer, config.rms_norm_eps, pack) for layer in layers]
+        keys_and_values = [part.weight for layer in layers for part in (layer.k_proj, layer.v_proj)]
+        self._kv = pack(torch.cat(keys_and_values))
+        """Keys and values of all layers, which see the same features."""
+        self._key_norms = torch.stack([layer.k_norm.weight for layer in layers]), config.rms_norm_eps
         self._fc = pack(weight)
         self._places_V: torch.Tensor | None = None
         """By token: its place among those that the draft can guess; None: all of them."""
@@ -133,10 +134,9 @@ class BlockDraft:
         ops, tables, norm = self._ops, self._tables, self.network.hidden_norm.weight
         u_RH = ops.product(features_RX, self._fc)
         step = DeviceStep(positions_R, positions_R, write_slots_R, [], tables.pages_TP, tables.page_size, None)
-        for layer, keys_SKD, values_SKD in zip(self._layers, self.pool.keys, self.pool.values, strict=True):
-            kv_RC, _ = ops.add_norm_product(None, u_RH, norm, self.config.rms_norm_eps, layer.kv)
-            kv_RYD = kv_RC.view(len(u_RH), -1, self.config.head_dim)
-            ops.rope_write(kv_RYD, keys_SKD, values_SKD, step, self._rope, layer.norms)
+        kv_RC, _ = ops.add_norm_product(None, u_RH, norm, self.config.rms_norm_eps, self._kv)
+        kv_RLYD = kv_RC.view(len(u_RH), len(self._layers), -1, self.config.head_dim)
+        ops.write_layers(kv_RLYD, self.keys_LSKD, self.values_LSKD, step, self._rope, self._key_norms)
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
         """What it needs comes with the target's rows."""
@@ -193,7 +193,7 @@ class BlockDraft:
     def _states(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
         """What the last layer adds to the residual stream of block rows, and the stream before it."""
         residual_RH, x_RH = self._embed(step.tokens_R).to(self.network.fc.weight.dtype), None
-        for layer, keys_SKD, values_SKD in zip(self._layers, self.pool.keys, self.pool.values, strict=True):
+        for layer, keys_SKD, values_SKD in zip(self._layers, self.keys_LSKD, self.values_LSKD, strict=True):
             x_RH, residual_RH = self._layer(layer, x_RH, residual_RH, keys_SKD, values_SKD, step)
         assert x_RH is not None
         return x_RH, residual_RH

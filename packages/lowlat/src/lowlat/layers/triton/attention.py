@@ -403,11 +403,12 @@ def attend(
     programs: int,
     early_start: bool = False,
     block_base: int = -1,
+    shape: AttentionShape | None = None,
 ) -> None:
     """softmax(q k^T scale) v of the segments' rows, written to `out_RND`; other rows stay as they are.
 
     `programs`: programs that fill the device, and about as many splits as a lone segment gets. `block_base`: see
-    `DeviceStep`. All tensors contiguous;
+    `DeviceStep`. `shape`: another than `AttentionShape.of` these segments. All tensors contiguous;
     `out_RND` has the type of `q_RND`, float32 or bfloat16. Softmax and sums are float32 (Milakov and Gimelshein 2018).
     """
     total, heads, dim = q_RND.shape
@@ -419,7 +420,7 @@ def attend(
     assert keys_SKD.is_contiguous()
     assert values_SKD.is_contiguous()
     size = q_RND.element_size()
-    shape = AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
+    shape = shape or AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
     draft = block_base >= 0
     few = segments.most_rows == 1 or segments.tight
     single = few and segments.most_rows <= shape.block_q

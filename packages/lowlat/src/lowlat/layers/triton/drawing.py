@@ -56,6 +56,22 @@ def _winner(largest_ptr, score_ptr, where_ptr, row, chunks, BROKEN: tl.constexpr
 
 
 @triton.jit
+def _noise(
+    slots_ptr, positions_ptr, temperatures_ptr, seeds_ptr, ids_ptr, row, place, inside, IDS: tl.constexpr
+):  # fmt: skip
+    """A row's temperature, and the noise of its tokens at `place`: zeros where it is greedy."""
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(temperatures_ptr + slot)
+    noise = tl.zeros(place.shape, tl.float64)
+    if temperature >= _MIN_TEMPERATURE:
+        ids = place
+        if IDS:
+            ids = tl.load(ids_ptr + place, mask=inside, other=0)
+        noise = _gumbel(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), ids)
+    return temperature, noise
+
+
+@triton.jit
 def best_kernel(
     logits_ptr, slots_ptr, positions_ptr, temperatures_ptr, seeds_ptr, ids_ptr, largest_ptr, score_ptr, where_ptr,
     before_ptr, embed_ptr, head_ptr, last_largest_ptr, last_score_ptr, last_where_ptr, last_ptr, last_stride,
@@ -72,15 +88,26 @@ def best_kernel(
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < vocabulary
-    if EARLY:
+    if EARLY and RANK == 0:
         let_next_start()
+    x_ptr = logits_ptr + row * vocabulary + place
     if RANK > 0:
+        # All but the token before is there when such a launch begins, since each lets the next start after its wait.
         entry = tl.arange(0, BLOCK_E)
         tile = inside[:, None] & (entry < RANK)[None, :]
         head = tl.load(head_ptr + place.to(tl.int64)[:, None] * RANK + entry[None, :], mask=tile, other=0.0)
+        if DRAWS:
+            temperature, noise = _noise(
+                slots_ptr, positions_ptr, temperatures_ptr, seeds_ptr, ids_ptr, row, place, inside, IDS
+            )
+        if FOLLOWS:
+            x = tl.load(x_ptr, mask=inside, other=float("-inf")).to(tl.float32)
     if EARLY:
         wait_for_previous()
-    x = tl.load(logits_ptr + row * vocabulary + place, mask=inside, other=float("-inf")).to(tl.float32)
+    if EARLY and RANK > 0:
+        let_next_start()
+    if not FOLLOWS:
+        x = tl.load(x_ptr, mask=inside, other=float("-inf")).to(tl.float32)
     if RANK > 0:
         if FOLLOWS:
             before = _winner(last_largest_ptr, last_score_ptr, last_where_ptr, row, chunks, 0, BLOCK_C)
@@ -94,13 +121,11 @@ def best_kernel(
     broken = tl.max((x != x).to(tl.int32), axis=0) > 0
     score = x.to(tl.float64)
     if DRAWS:
-        slot = tl.load(slots_ptr + row)
-        temperature = tl.load(temperatures_ptr + slot)
+        if RANK == 0:
+            temperature, noise = _noise(
+                slots_ptr, positions_ptr, temperatures_ptr, seeds_ptr, ids_ptr, row, place, inside, IDS
+            )
         if temperature >= _MIN_TEMPERATURE:
-            ids = place
-            if IDS:
-                ids = tl.load(ids_ptr + place, mask=inside, other=0)
-            noise = _gumbel(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), ids)
             score = score * SHARPNESS / temperature.to(tl.float64) + noise
     best = tl.max(score, axis=0)
     first = tl.min(tl.where((score == best) & inside, place, 2147483647), axis=0)

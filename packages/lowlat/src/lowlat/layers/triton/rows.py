@@ -17,6 +17,7 @@ let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previou
 @triton.jit
 def look_up_kernel(places_ptr, table_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
+        # In this order: kernels behind a step's look-up rely on all before it being done (`row_attention`).
         wait_for_previous()
         let_next_start()
     row = tl.program_id(0).to(tl.int64)

@@ -1,0 +1,153 @@
+"""Decode attention over long contexts: forms of its plan beside each other, one user and eight, in one run.
+
+    python benchmarks/attention_splits.py
+
+takes about two minutes on an H200. With eight users of 100,000 tokens the engine's steps are 4 to 8 % longer than plain
+PyTorch's. Users are cut into as many splits as fill the GPU alone, so eight make 2,112 programs, each of which begins
+with nothing of its own on the way. Forms: fewer splits of each user (`half`: a program a processor; `most`: three),
+more tiles under way (`three-stages`, `four-stages`), longer tiles (`long-tiles`). How a user is split follows from its
+own length in all of them. The line after each case names the winner; a form is worth having where it wins with eight
+users and loses nothing with one.
+
+Keys and values are random; a sample is a graph of four launches with their combines, divided by four.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from variants import fields, verdict
+
+from lowlat.bench.arms.torch_step import capture, time_cuda
+from lowlat.bench.ceiling import measure_ceiling
+from lowlat.bench.presets import DenseShape, find_shape
+from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.stats import alternate
+from lowlat.layers.attention import AttentionRule
+from lowlat.layers.device_step import RowSegments
+from lowlat.layers.triton.ahead import compile_all, rehearsal
+from lowlat.layers.triton.attention import AttentionShape, attend
+
+PAGE, LAUNCHES = 16, 4
+
+
+class Form(msgspec.Struct, frozen=True):
+    """A plan: programs a processor, and what differs from the default of its tiles; 0: nothing."""
+
+    programs: int = 2
+    stages: int = 0
+    tokens: int = 0
+
+    def shape(self, group: int, dim: int, users: int) -> AttentionShape:
+        default = AttentionShape.of(group, 1, dim, 2, segments=users)
+        return msgspec.structs.replace(
+            default, stages=self.stages or default.stages, block_l=self.tokens or default.block_l
+        )
+
+
+FORMS = {
+    "general": Form(),
+    "general half": Form(programs=1),
+    "general half-four-stages": Form(programs=1, stages=4),
+    "general most": Form(programs=3),
+    "general three-stages": Form(stages=3),
+    "general four-stages": Form(stages=4),
+    "general long-tiles": Form(tokens=128),
+    "general half-long-tiles": Form(programs=1, tokens=128),
+}
+
+
+class Case:
+    """Users of one length, and their caches."""
+
+    def __init__(self, shape: DenseShape, users: int, context: int) -> None:
+        pages = -(-context // PAGE)
+        self.shape, self.users = shape, users
+        size = (users * pages * PAGE, shape.kv_heads, shape.head_dim)
+        self.keys_SKD, self.values_SKD = (
+            torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )  # fmt: skip
+        self.q_RND = torch.randn(users, shape.heads, shape.head_dim, device="cuda").bfloat16()
+        self.table_TP = torch.randperm(users * pages, device="cuda").int().view(users, pages)
+        every_B = torch.arange(users, dtype=torch.int32, device="cuda")
+        lengths_B = torch.full_like(every_B, context)
+        self.segments = RowSegments(
+            every_B, every_B, torch.ones_like(every_B), lengths_B, most_rows=1, longest=context
+        )  # fmt: skip
+        self.bytes = 2 * self.keys_SKD.numel() * 2
+
+    def run(self, form: Form) -> torch.Tensor:
+        """Four launches; the result of the last."""
+        group, processors = self.shape.heads // self.shape.kv_heads, _processors()
+        paged = (self.q_RND, self.keys_SKD, self.values_SKD, self.table_TP, PAGE, self.segments, AttentionRule())
+        for _ in range(LAUNCHES):
+            out = torch.empty_like(self.q_RND)
+            attend(
+                *paged, out, programs=form.programs * processors, early_start=True,
+                shape=form.shape(group, self.shape.head_dim, self.users),
+            )  # fmt: skip
+        return out
+
+
+def _processors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def measure(case: Case, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a launch by form; each is compared with the default first."""
+    with rehearsal() as found:
+        for form in FORMS.values():
+            case.run(form)
+    compile_all(found, torch.device("cuda"))
+    expected = case.run(FORMS["general"]).float()
+    arms: dict[str, Callable[[], list[float]]] = {}
+    for name, form in FORMS.items():
+        distance = float((case.run(form).float() - expected).norm() / expected.norm())
+        assert distance < 1e-2, f"{name}: {distance} from the default"
+        graph = capture(lambda form=form: case.run(form))
+        arms[name] = lambda graph=graph: [time / LAUNCHES for time in time_cuda(graph.replay, 8)]
+    measured = alternate(arms, rounds)
+    for name, error in measured.errors.items():
+        print(f"   {name} broke and is left out: {error}", flush=True)
+    return {name: measured.samples(name) for name in measured.rounds}
+
+
+def main() -> Path:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="qwen3-8b,qwen3-0.6b,llama-1b")
+    parser.add_argument("--users", default="8,1")
+    parser.add_argument("--context", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
+    got = parser.parse_args()
+    ceiling = measure_ceiling("cuda")
+    result = new_result("attention-splits", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=1)
+    for model in got.models.split(","):
+        for users in (int(text) for text in got.users.split(",")):
+            case = Case(find_shape(model), users, got.context)
+            with torch.inference_mode():
+                samples = measure(case, got.rounds)
+            rows: list[Row] = [
+                row_from_samples(
+                    times, workload=model, metric="step_us", rows=users, context=got.context, dtype="bfloat16",
+                    bytes=case.bytes, read_ceiling_tb_s=ceiling.tb_s, note="attention of one layer", **fields(name),
+                )
+                for name, times in samples.items()
+            ]  # fmt: skip
+            result.rows += rows
+            print(f"{model}, {users} users, {got.context} tokens: a layer's attention", flush=True)
+            print(verdict(samples, "general"), flush=True)
+            del case
+            torch.cuda.empty_cache()
+    path = save(result, got.results or default_directory())
+    print(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()
