@@ -134,8 +134,8 @@ def main() -> Path:
                 samples = measure(case, got.rounds)
             rows: list[Row] = [
                 row_from_samples(
-                    times, workload=model, metric="step_us", rows=users, context=got.context, dtype="bfloat16",
-                    bytes=case.bytes, read_ceiling_tb_s=ceiling.tb_s, note="attention of one layer", **fields(name),
+                    times, metric="step_us", rows=users, context=got.context, dtype="bfloat16",
+                    bytes=case.bytes, read_ceiling_tb_s=ceiling.tb_s, note="one layer", **fields(name, model),
                 )
                 for name, times in samples.items()
             ]  # fmt: skip

@@ -4,47 +4,60 @@
 
 takes about a minute on an H200. SmolLM2 and the draft that comes with it, one user, greedy, one guess counted as right
 in every step. Forms: what the start chose (it times both, see the log), `older` attention (rotation and write, splits,
-combine: three launches), `rows` (two, which ask for the cache before they wait). `plain` has no draft. The last lines
-name the winner, and how many plain steps the chosen form takes: guesses are worth it where a step brings more tokens.
+combine: three launches), `rows` (two, which ask for the cache before they wait). `plain` has no draft; its form `rows`
+has the two launches for its one row, which no engine does yet. The last lines name the winners, and how many plain
+steps the chosen form takes: guesses are worth it where a step brings more tokens.
+
+    python benchmarks/verify_step.py --model llama-1b --spec off --context 20000
+
+has the plain forms alone, of any preset with random weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from variants import fields, verdict
 
 from lowlat.bench.arms.base import StepCase
 from lowlat.bench.arms.general import GeneralArm
-from lowlat.bench.presets import any_shape
+from lowlat.bench.presets import PRESETS, any_shape
 from lowlat.bench.results import Simulated, default_directory, new_result, row_from_interval, row_from_samples, save
 from lowlat.bench.stats import alternate
-from lowlat.engine import row_kernels
+from lowlat.engine import device_build, row_kernels
 
 FORMS: dict[str, bool | None] = {"general": None, "general older": False, "general rows": True}
 """Whether attention of several rows has kernels of its own; None: as the start finds."""
+PLAIN = {"plain": False, "plain rows": True}
+"""The same of one row."""
 
 
 @contextmanager
-def forced(row_attention: bool | None) -> Iterator[None]:
-    """Inside, engines start with this attention."""
-    choose = row_kernels.choose_row_kernels
+def forced(row_attention: bool | None, one_row: bool = False) -> Iterator[None]:
+    """Inside, engines start with this attention of several rows, and of one."""
+    choose, operations = row_kernels.choose_row_kernels, device_build.device_ops
 
     def chosen(model: Any, ops: Any, width: int) -> None:
         choose(model, ops, width)
         if row_attention is not None:
             ops.row_attention = row_attention
 
-    row_kernels.choose_row_kernels = chosen
+    def made(device: torch.device) -> tuple[Any, bool]:
+        ops, fused = operations(device)
+        ops.one_row_attention = one_row
+        return ops, fused
+
+    row_kernels.choose_row_kernels, device_build.device_ops = chosen, made
     try:
         yield
     finally:
-        row_kernels.choose_row_kernels = choose
+        row_kernels.choose_row_kernels, device_build.device_ops = choose, operations
 
 
 def main() -> Path:
@@ -60,37 +73,39 @@ def main() -> Path:
     got = parser.parse_args()
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     shape = any_shape(got.model)
-    common: dict[str, Any] = {
-        "shape": shape, "context": got.context, "device": "cuda", "model": got.model, "steps": got.steps,
-    }  # fmt: skip
+    common: dict[str, Any] = {"shape": shape, "context": got.context, "device": "cuda", "steps": got.steps}
+    if got.model == "smollm2" or got.model not in PRESETS:
+        common["model"] = got.model
     engines = {}
-    for name, row_attention in FORMS.items():
+    for name, one_row in PLAIN.items():
+        with forced(None, one_row):
+            engines[name] = GeneralArm(StepCase(**common))
+    for name, row_attention in FORMS.items() if got.spec != "off" else ():
         with forced(row_attention):
             engines[name] = GeneralArm(StepCase(**common, spec=got.spec, draft=got.draft))
-    engines["plain"] = GeneralArm(StepCase(**common))
-    arms: dict[str, Callable[[], list[float]]] = {name: engine.measure for name, engine in engines.items()}
-    measured = alternate(arms, got.rounds)
+    measured = alternate({name: engine.measure for name, engine in engines.items()}, got.rounds)
     for name, error in measured.errors.items():
         print(f"   {name} broke and is left out: {error}", flush=True)
-    result = new_result("verify-step", simulated=Simulated(weights=False, acceptance=True), gpus=1)
-    where = {"context": got.context, "dtype": "bfloat16", "concurrency": 1, "metric": "step_us"}
-    for name in measured.rounds:
-        draft = {} if name == "plain" else {"draft": got.spec}
-        workload = f"{shape.name}, plain" if name == "plain" else f"{shape.name}, {got.spec}"
-        about = fields("general" if name == "plain" else name)
-        row = row_from_samples(
-            measured.samples(name), workload=workload, note=engines[name].note, **where, **draft, **about
-        )
+    simulated = Simulated(weights="model" not in common, acceptance=got.spec != "off")
+    result = new_result("verify-step", simulated=simulated, gpus=1)
+    where = {"context": got.context, "dtype": "bfloat16", "concurrency": 1}
+    samples = {name: measured.samples(name) for name in measured.rounds}
+    for name, times in samples.items():
+        plain = name.startswith("plain")
+        workload = f"{shape.name}, {'plain' if plain else got.spec}"
+        about: dict[str, Any] = {**where, **fields(name.replace("plain", "general"), workload)}
+        about["note"] = engines[name].note
+        row = row_from_samples(times, metric="step_us", draft=None if plain else got.spec, **about)
         result.rows.append(row)
         print(f"{name:16} {row.median:8.1f} us [{row.low:.1f}, {row.high:.1f}]", flush=True)
-    samples = {name: measured.samples(name) for name in measured.rounds}
-    print(verdict(samples, "general"))
+    for arm in ("plain", "general"):
+        if arm in samples:
+            print(f"   {arm}: {verdict(samples, arm).strip()}")
     if {"general", "plain"} <= set(samples):
-        ratio = measured.ratio("general", "plain")
+        ratio, steps = measured.ratio("general", "plain"), measured.ratio("plain", "general")
         print(f"   a step with guesses takes {ratio.value:.3f} plain ones [{ratio.low:.3f}, {ratio.high:.3f}]")
-        steps = measured.ratio("plain", "general")
-        over = {"workload": f"{shape.name}, {got.spec} over plain, steps", "context": got.context, "dtype": "bfloat16"}
-        result.rows.append(row_from_interval(steps, arm="general", metric="speedup", draft=got.spec, **over))
+        over = {"workload": f"{shape.name}, {got.spec} over plain, steps", "draft": got.spec, **where}
+        result.rows.append(row_from_interval(steps, arm="general", metric="speedup", **over))
     path = save(result, got.results or default_directory())
     print(path)
     return path

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))
 from device_kit import EngineSize, make_runner
 from family_kit import build, save_random
 
+from lowlat.engine import row_kernels
 from lowlat.engine.device_sampler import SamplingMode
 from lowlat.layers.triton.ahead import compile_all, rehearsal
 from lowlat.layers.triton_ops import TritonOps
@@ -40,6 +41,21 @@ class NoDriver:
 
 def cached() -> set[str]:
     return {str(path) for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")}
+
+
+def check_choice(runner: Any) -> None:
+    """What the start tries of attention of several rows is compiled first, both ways."""
+    before, attention = cached(), row_kernels._attention(runner.model, 3)
+    assert attention is not None
+    with torch.inference_mode():
+        row_kernels._compile({"row_attention": attention}, runner.model.ops, torch.device("cpu"))
+        compiled = cached()
+        names = {Path(path).stem for path in compiled - before}
+        assert {"row_attend_kernel", "join_kernel", "attend_kernel", "combine_kernel"} <= names
+        for ours in (False, True):
+            runner.model.ops.row_attention = ours
+            attention()
+    assert cached() == compiled
 
 
 def main() -> None:
@@ -70,6 +86,7 @@ def main() -> None:
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     steps()
     assert cached() == compiled
+    check_choice(runner)
     print(f"{len(compiled)} compiled with triton {triton.__version__}")
 
 

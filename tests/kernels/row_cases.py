@@ -137,6 +137,7 @@ def check_new_rows(case: RowCase, *, programs: int, tolerance: float, early_star
 
 SHAPES = [
     Shape(7, 9, 3, 16, 16),
+    Shape(1, 4, 2, 16, 16, window=40, norms=True),
     Shape(2, 4, 2, 8, 7, sinks=True),
     Shape(8, 4, 1, 24, 16, norms=True),
     Shape(5, 3, 3, 16, 5, window=40, sinks=True),

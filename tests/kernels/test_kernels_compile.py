@@ -132,6 +132,7 @@ def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
     ("dtype", "heads", "kv_heads", "dim", "rows", "norm", "window", "draft"),
     [
         ("bf16", 9, 3, 64, 7, False, 0, False),
+        ("bf16", 32, 8, 64, 1, False, 0, False),
         ("bf16", 9, 3, 64, 6, True, 257, True),
         ("bf16", 32, 8, 128, 8, True, 0, False),
         ("bf16", 64, 8, 64, 8, False, 128, False),
@@ -153,7 +154,9 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
     more = {"PAGE": 16, "NORM": norm, "DRAFT": draft, "BLOCK_R": row_attention.MOST_ROWS}
     kernel = row_attention.row_attend_kernel
     mine = {name: types[name] for name in kernel.arg_names if name in types}
-    built = compiled(kernel, target, mine, common | more, num_warps=4, num_stages=2)
+    lanes, size = TARGETS[target].warp_size, 4 if dtype == "fp32" else 2
+    shape = attention.AttentionShape.of(group, rows, dim, size, lanes=lanes, tight=True)
+    built = compiled(kernel, target, mine, common | more, num_warps=4, num_stages=shape.stages)
     registers, spilled, shared = resources(built, target, tmp_path)
     assert shared <= SHARED[target] // 2
     join = row_attention.join_kernel

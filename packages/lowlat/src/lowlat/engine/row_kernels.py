@@ -120,7 +120,7 @@ def _attention(model: DeviceDecoder, width: int) -> Chain | None:
     pages = -(-length // _PAGE)
     table_TP = torch.arange(pages, dtype=torch.int32, device=device)[None]
     step = DeviceStep(places_R, places_R, places_R, [batch], table_TP, _PAGE, None)
-    if not attention_fits(step, layer.query_heads, kv_heads, dim) or dtype != torch.bfloat16:
+    if width == 1 or not attention_fits(step, layer.query_heads, kv_heads, dim):
         return None
     qkv_RYD = torch.randn(width, layer.rotated_heads + kv_heads, dim, device=device).to(dtype)
     shape = (len(layers), 2, pages * _PAGE, kv_heads, dim)

@@ -75,6 +75,8 @@ class TritonOps:
         """Whether products of several rows with small weights have a kernel of ours (`engine/row_kernels.py`)."""
         self.row_attention = False
         """Whether attention of a few new rows of each request has kernels of its own (`engine/row_kernels.py`)."""
+        self.one_row_attention = False
+        """Whether they serve requests of one row too: timed by `benchmarks/verify_step.py` alone."""
         self._programs = 2 * processors
         self._early = early_start
         self._experts: dict[int, _LayersExperts | None] = {}
@@ -210,7 +212,9 @@ class TritonOps:
         """In two kernels for a few new rows of each request."""
         _, packed, dim = qkv_RYD.shape
         kv_heads = keys_SKD.shape[1]
-        if self.row_attention and row_attention.fits(step, packed - 2 * kv_heads, kv_heads, dim):
+        one = step.segments[0].most_rows == 1
+        wanted = self.one_row_attention if one else self.row_attention
+        if wanted and row_attention.fits(step, packed - 2 * kv_heads, kv_heads, dim):
             return self.row_attend(qkv_RYD, keys_SKD, values_SKD, step, tables, norms, rule)
         q_RND = self.rope_write(qkv_RYD, keys_SKD, values_SKD, step, tables, norms)
         return self.attend(q_RND, keys_SKD, values_SKD, step, rule)

@@ -25,7 +25,7 @@ import triton.language as tl
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import DeviceStep
 from lowlat.layers.triton import early
-from lowlat.layers.triton.attention import MAX_SPLITS, MIN_CHUNK, fold, look
+from lowlat.layers.triton.attention import MAX_SPLITS, MIN_CHUNK, AttentionShape, fold, look
 from lowlat.layers.triton.pin import pinned
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
@@ -220,12 +220,12 @@ def join_kernel(
 
 
 def fits(step: DeviceStep, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether these kernels are for such a step: segments of a few rows that see everything before them."""
+    """Whether these kernels are for such a step: segments of a few rows, or of one, that see everything before them."""
     if len(step.segments) != 1:
         return False
     batch = step.segments[0]
-    few = batch.tight and 1 < batch.most_rows <= MOST_ROWS and batch.items is None
-    return few and heads // kv_heads * batch.most_rows <= _MOST_SCORES and dim <= 128
+    few = batch.most_rows == 1 or (batch.tight and batch.most_rows <= MOST_ROWS)
+    return few and batch.items is None and heads // kv_heads * batch.most_rows <= _MOST_SCORES and dim <= 128
 
 
 def row_attend(
@@ -256,6 +256,7 @@ def row_attend(
     draft = step.block_base >= 0
     block_m = max(16, triton.next_power_of_2(group * width))
     block_d = max(16, triton.next_power_of_2(dim))
+    shape = AttentionShape.of(group, width, dim, qkv_RYD.element_size(), segments=count, tight=True)
     block_l = 32 if qkv_RYD.element_size() > 2 else 64
     most = min(MAX_SPLITS, max(1, -(-programs // kv_heads)))
     parts = count * (most + 1) * kv_heads * block_m
@@ -273,7 +274,7 @@ def row_attend(
     row_attend_kernel[(count * (most + 1) * kv_heads,)](
         qkv_RYD, keys_SKD, values_SKD, step.table_TP, batch.slots_B, *where, step.write_slots_R, *tables, query_norm_D,
         key_norm_D, partial, sums, step.table_TP.stride(0), eps, scale, PAGE=step.page_size, NORM=norms is not None,
-        DRAFT=draft, BLOCK_R=MOST_ROWS, num_warps=4, num_stages=2, **common,
+        DRAFT=draft, BLOCK_R=MOST_ROWS, num_warps=4, num_stages=shape.stages, **common,
     )  # fmt: skip
     join_kernel[(count, width, heads)](
         partial, sums, *where, out_RX if rule.sinks_N is None else rule.sinks_N, out_RX,
