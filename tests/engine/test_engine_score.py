@@ -202,7 +202,7 @@ def test_any_mixture_of_scores_and_answers(
     scored, plain, page_size, chunk_tokens, run_ahead, prefix_cache, turns, window, worth
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowlat.engine.scheduler.WORTH_WAITING", worth)
+        patch.setattr("lowlat.engine.prefix_waits.WORTH_WAITING", worth)
         check_mixture(scored, plain, page_size, chunk_tokens, run_ahead, prefix_cache, turns, window)
 
 

@@ -332,7 +332,7 @@ PLANTS = (
     _plant(
         "A43",
         "pages are freed while a step in flight writes them",
-        "engine/scheduler.py",
+        "engine/running_set.py",
         "if active.in_flight:",
         "if False:",
         f"{_SCHEDULE}test_a43_an_abort_at_every_moment_frees_once",
@@ -349,17 +349,17 @@ PLANTS = (
     _plant(
         "A45",
         "a request that has its row in this step is preempted",
-        "engine/scheduler.py",
-        "victim = self._running[-1]",
-        "victim = self._running[0]",
+        "engine/running_set.py",
+        "victim = self.requests.pop()",
+        "victim = self.requests.pop(0)",
         f"{_SCHEDULE}test_a45_priorities_preempt_and_everybody_ends_right",
     ),
     _plant(
         "A45",
         "a full running set makes a higher priority wait",
         "engine/scheduler.py",
-        "if not self._slots:\n            return True",
-        "if not self._slots:\n            return False",
+        "if not self._running.free_slots:\n            return True",
+        "if not self._running.free_slots:\n            return False",
         f"{_SCHEDULE}test_a45_equal_priorities_keep_their_order_when_the_running_set_is_full",
     ),
     _plant(

@@ -229,4 +229,4 @@ def test_a43_an_abort_at_every_moment_frees_once(run_ahead, width):
         core.submit(make_request("follow", follow_up, 3, ignore_eos=True))
         assert drain(core, device)["follow"] == solo(follow_up, 3, ignore_eos=True)
         assert core.scheduler.cache.pool.held == 0
-        assert sorted(core.scheduler._slots) == [0, 1]
+        assert sorted(core.scheduler._running.free_slots) == [0, 1]

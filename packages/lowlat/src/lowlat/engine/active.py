@@ -157,18 +157,6 @@ class ActiveRequest:
         return [self.tokens[place] if place in known else -1 for place in range(start + 1, end + 1)]
 
 
-def common_tokens(one: list[int], other: list[int], limit: int) -> int:
-    """Tokens that two lists have in common from the start, at most `limit`."""
-    limit = min(limit, len(one), len(other))
-    if one[:limit] == other[:limit]:
-        return limit
-    low, high = 0, limit
-    while low + 1 < high:  # the first `low` are the same, of the first `high` some are not
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
-    return low
-
-
 class Launch:
     """What a launched step will bring: chunks first, then decode rows, in the order of the plan."""
 

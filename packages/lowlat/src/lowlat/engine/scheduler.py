@@ -10,17 +10,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from bisect import insort
 from collections import deque
 
 from lowlat.cache.pages import OutOfPagesError
 from lowlat.cache.prefix import Lease, PrefixCache
 from lowlat.cache.rules import PrefillRules
-from lowlat.engine.active import ActiveRequest, Launch, common_tokens
+from lowlat.engine.active import ActiveRequest, Launch
 from lowlat.engine.answer import extend_answer
 from lowlat.engine.batch import PlanLimits, Replay, StepPlan
 from lowlat.engine.executor import StepResult
+from lowlat.engine.prefix_waits import comes_soon
 from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from lowlat.engine.running_set import RunningSet
 from lowlat.engine.score_task import ScoreProgress, check_task
 from lowlat.engine.state_rows import StateRows
 from lowlat.engine.stats import EngineStats
@@ -28,8 +29,6 @@ from lowlat.engine.step_writer import StepWriter
 from lowlat.grammars.matcher import GrammarLine
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
-WORTH_WAITING = 64
-"""Tokens of a prefix that another request is computing, from which on it is waited for."""
 
 
 class Scheduler:
@@ -64,10 +63,8 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._live: dict[str, ActiveRequest] = {}
         self._waiting: list[ActiveRequest] = []
-        self._running: list[ActiveRequest] = []
-        self._ending: list[ActiveRequest] = []
+        self._running = RunningSet(cache, self._states, limits.max_batch)
         self._launches: deque[Launch] = deque()
-        self._slots = list(range(limits.max_batch - 1, -1, -1))
         self._step = 0
         self._outputs: list[RequestOutput] = []
 
@@ -158,7 +155,7 @@ class Scheduler:
         launch = Launch(self._step)
         self._writer.add_decodes(decoding, plan, launch)
         rows = self.chunk_tokens
-        for active in self._running:
+        for active in self._running.requests:
             if active.launched < active.prefill_end and rows > 0:
                 end = self._writer.chunk_end(active, active.launched, rows)
                 rows -= self._writer.add_chunk(active, plan, launch, end)
@@ -215,13 +212,14 @@ class Scheduler:
             self.stats.decode_tokens += len(result.tokens)
             self.stats.decode_seconds += result.spent
             self.stats.plain_seconds += result.plain
-        if self._ending:
-            self._release_ended(result.step)
+        if self._running.ending:
+            self._running.release_ended(result.step)
 
     def refresh_stats(self) -> EngineStats:
         """The current gauges and counters (one object, updated in place)."""
         stats, pool = self.stats, self.cache.pool
-        stats.running, stats.waiting = len(self._running), len(self._live) - len(self._running)
+        stats.running = len(self._running.requests)
+        stats.waiting = len(self._live) - stats.running
         stats.pages_free, stats.pages_cached, stats.pages_held = pool.free, pool.cached, pool.held
         if (windows := self.cache.windows) is not None:
             stats.window_pages_free, stats.window_pages_held = windows.free, windows.in_use
@@ -234,22 +232,27 @@ class Scheduler:
 
     # --- planning --------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> bool:
-        """Preempt for a waiting request of higher priority; false when steps in flight must end before."""
+    def _first_waiting(self) -> ActiveRequest | None:
+        """Who is admitted next; those that ended while they waited are forgotten."""
         while self._waiting and self._waiting[0].ended:
             heapq.heappop(self._waiting)
-        if not self._waiting or not self._running:
+        return self._waiting[0] if self._waiting else None
+
+    def _make_room(self) -> bool:
+        """Preempt for a waiting request of higher priority; false when steps in flight must end before."""
+        head = self._first_waiting()
+        if head is None:
             return True
-        head = self._waiting[0]
-        while self._running and self._running[-1].order[0] > head.order[0] and self._blocked(head):
+        running = self._running.requests
+        while running and running[-1].order[0] > head.order[0] and self._blocked(head):
             if self._launches:
                 return False
-            self._preempt(self._running[-1])
+            self._preempt()
         return True
 
     def _blocked(self, waiting: ActiveRequest) -> bool:
         """Whether slots or pages are too few to admit `waiting` now, even if sessions give up their pins."""
-        if not self._slots:
+        if not self._running.free_slots:
             return True
         lease = self._lease(waiting)
         blocked = not self.cache.make_room(lease, waiting.places)
@@ -268,11 +271,11 @@ class Scheduler:
 
         When pages run out, requests are preempted from the end of the running list, so never one that has its page.
         """
-        page_size = self.cache.page_size
+        page_size, running = self.cache.page_size, self._running.requests
         decoding: list[ActiveRequest] = []
         index = 0
-        while index < len(self._running):
-            active = self._running[index]
+        while index < len(running):
+            active = running[index]
             index += 1
             if active.launched < active.prefill_end or active.launched_samples >= active.request.sampling.max_tokens:
                 continue
@@ -284,9 +287,7 @@ class Scheduler:
                 except OutOfPagesError:
                     if self._launches:
                         return None
-                    victim = self._running[-1]
-                    self._preempt(victim)
-                    if victim is active:
+                    if self._preempt() is active:
                         return decoding
             decoding.append(active)
         return decoding
@@ -295,13 +296,11 @@ class Scheduler:
         """Start waiting requests while there are slots, pages for their whole prompts, and rows in this step."""
         page_budget = self.limits.page_budget - sum(len(pages) for _, _, pages in plan.pages)
         held: list[ActiveRequest] = []
-        while self._waiting and self._slots and rows > 0:
-            active = self._waiting[0]
-            if active.ended:
-                heapq.heappop(self._waiting)
-                continue
+        running = self._running
+        while running.free_slots and rows > 0 and (active := self._first_waiting()) is not None:
             lease = self._lease(active)
-            if self._comes_soon(active, lease):
+            computing = itertools.chain(running.requests, running.ending)
+            if comes_soon(active, lease.cached_tokens, computing, self.cache):
                 self.cache.end(lease, [])
                 held.append(heapq.heappop(self._waiting))
                 continue
@@ -309,7 +308,7 @@ class Scheduler:
             start = active.next_row(lease.start)
             end = self._writer.chunk_end(active, start, rows)
             # While something runs, pages come back without taking a session's.
-            idle = not self._running and not self._ending
+            idle = not running.requests and not running.ending
             fits = (self.cache.make_room if idle else self.cache.fits)(lease, active.places)
             if not fits or len(lease.pages) + missing > page_budget or end == start:
                 self.cache.end(lease, [])
@@ -328,48 +327,21 @@ class Scheduler:
         for active in held:
             heapq.heappush(self._waiting, active)
 
-    def _comes_soon(self, waiting: ActiveRequest, lease: Lease) -> bool:
-        """Whether a request is computing a prefix that `waiting` would compute too (decision 0111)."""
-        limit = waiting.shared_limit
-        if not self.cache.enabled or self.cache.snapshots is not None or limit - lease.cached_tokens < WORTH_WAITING:
-            return False
-        for active in itertools.chain(self._running, self._ending):
-            # Of a request that has ended, what is launched still comes.
-            end = min(active.launched if active.ended else active.prefill_end, active.shareable)
-            if active.filled >= end or active.order[0] > waiting.order[0]:
-                continue  # shared already, or of a lower priority, so that it may take long
-            if active.request.cache_salt != waiting.request.cache_salt:
-                continue
-            common = common_tokens(active.tokens, waiting.tokens, min(end, limit))
-            common -= common % self.cache.page_size
-            saved, later = common - lease.cached_tokens, end - common
-            # With windows, a prefix can be gone on from at the end of what was shared only.
-            if saved >= WORTH_WAITING and later <= (saved if self.cache.windows is None else self.cache.page_size):
-                return True
-        return False
-
     def _start(self, active: ActiveRequest, lease: Lease) -> None:
-        """Give an admitted request its slot."""
-        active.lease = lease
-        active.slot = self._slots.pop()
-        active.sent_pages = 0
-        active.prefill_end = len(active.tokens)
-        active.launched = active.filled = active.next_row(lease.start)
-        active.launched_samples = len(active.tokens) - active.prompt_tokens
+        """Give an admitted request its slot, and count it where it begins for the first time."""
+        self._running.begin(active, lease)
         if active.cached_tokens < 0:
             active.cached_tokens = lease.cached_tokens
             active.queue_s = max(0.0, time.monotonic() - active.request.arrival) if active.request.arrival else 0.0
             self.stats.prompt_tokens += active.prompt_tokens
             self.stats.cached_tokens += lease.cached_tokens
-        insort(self._running, active)
 
-    def _preempt(self, victim: ActiveRequest) -> None:
-        """Take a request's slot and pages; it waits again, at its old place in the order."""
-        assert victim.in_flight == 0
-        self._running.remove(victim)
-        self._release(victim)
+    def _preempt(self) -> ActiveRequest:
+        """Take slot and pages of the request that comes last; it waits again, at its old place in the order."""
+        victim = self._running.preempt()
         self.stats.preemptions += 1
         heapq.heappush(self._waiting, victim)
+        return victim
 
     # --- results ---------------------------------------------------------------------------------------------------
 
@@ -429,49 +401,8 @@ class Scheduler:
         self._outputs.append(output)
         active.ended = True
         del self._live[active.request.id]
-        if active.lease is None:
-            if active.session is not None:
-                self.cache.sessions.leave(active.session, None)
-            self._release_grammar(active)
-            return
-        self._running.remove(active)
-        if active.in_flight:
-            self._ending.append(active)
-        else:
-            self._release(active)
-
-    def _release_ended(self, step: int) -> None:
-        ended = [active for active in self._ending if active.last_step <= step]
-        self._ending = [active for active in self._ending if active.last_step > step]
-        for active in ended:
-            self._release(active)
-
-    def _release(self, active: ActiveRequest) -> None:
-        assert active.lease is not None
-        self.cache.end(active.lease, active.shared, -1 if self._states is None else self._states.at_end(active))
-        if self._states is not None:
-            self._states.give_back(active)
-        if active.ended and active.session is not None:
-            self.cache.sessions.leave(active.session, active.shared or None)
-        active.lease = None
-        self._slots.append(active.slot)
-        active.slot = -1
-        if active.ended:
-            self._release_grammar(active)
-
-    @staticmethod
-    def _release_grammar(active: ActiveRequest) -> None:
-        if active.grammar is not None:
-            active.grammar.process.release()
+        self._running.end(active)
 
     def check(self) -> None:
         """Assert that each page and slot has one owner, and that none is free while a launched step may write it."""
-        self.cache.check()
-        holders = self._running + self._ending
-        assert sorted(self._slots + [active.slot for active in holders]) == list(range(self.limits.max_batch))
-        private = [page for active in holders if active.lease for page in active.lease.private]
-        assert len(set(private)) == len(private) == self.cache.pool.held, "a page has two owners or none"
-        for active in self._running:
-            assert active.lease is not None
-            assert min(active.launched, active.places) <= len(active.lease.pages) * self.cache.page_size
-            assert active.filled <= active.launched
+        self._running.check()
