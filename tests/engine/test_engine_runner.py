@@ -1,6 +1,6 @@
 """The sizes that steps are padded to."""
 
-from lowlat.engine.runner import padded_rows
+from lowlat.engine.step_rows import padded_rows
 
 
 def test_few_sizes_and_little_padding():

@@ -70,7 +70,7 @@ def main() -> None:
             for size in (2, 1):
                 runner._lists.pad(size)
                 for one in (SamplingMode(), mode):
-                    runner._decode(size, one, 1)
+                    runner.decodes.body(size, one, 1)[1]()
             runner.prepare_chunks(16)
 
     with runner.model.few_layers(), rehearsal() as found:

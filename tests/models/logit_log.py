@@ -12,7 +12,6 @@ import torch
 from lowlat.engine.batch import SlotSampling
 from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.device_sampler import Samples, SamplingMode
-from lowlat.engine.device_state import DeviceState
 
 
 class LogitLog:
@@ -32,12 +31,14 @@ class LogitLog:
         self._owner_T = torch.full((slots,), requests, dtype=torch.int64, device=device)
         self._owners = [requests] * slots
         self._begun = 0
-        self._state, self._choice, self._host = runner._state, runner._choice, runner.host
+        self._state, self._host = runner._state, runner.host
+        self._greedy, self._choose = runner.choice.greedy, runner.choice.choose
         self._begin_slot, self._host_sample, self._launch = runner._state.begin, runner.host._sample, runner.launch
         runner._state.begin = self._begin  # type: ignore[method-assign]
         runner.host._sample = self._sample_on_host  # type: ignore[method-assign]
         runner.launch = self._launched  # type: ignore[method-assign]
-        runner._choice = self  # type: ignore[assignment]
+        runner.choice.greedy = self._greedy_logged  # type: ignore[method-assign]
+        runner.choice.choose = self._choose_logged  # type: ignore[method-assign]
         self._runner = runner
 
     def start(self) -> None:
@@ -45,22 +46,15 @@ class LogitLog:
         self._begun = 0
         self.logits_NPV.fill_(float("nan"))
 
-    def greedy(self, columns_MC: torch.Tensor, slots_M: torch.Tensor, state: DeviceState) -> Samples:
-        """As `GroupChoice.greedy`."""
-        self._write(columns_MC, slots_M, state.lengths_T[slots_M])
-        return self._choice.greedy(columns_MC, slots_M, state)
+    def _greedy_logged(self, columns_MC: torch.Tensor, slots_M: torch.Tensor) -> Samples:
+        self._write(columns_MC, slots_M, self._state.lengths_T[slots_M])
+        return self._greedy(columns_MC, slots_M)
 
-    def choose(
-        self,
-        columns_MC: torch.Tensor,
-        slots_M: torch.Tensor,
-        positions_M: torch.Tensor,
-        state: DeviceState,
-        mode: SamplingMode,
+    def _choose_logged(
+        self, columns_MC: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, mode: SamplingMode
     ) -> Samples:
-        """As `GroupChoice.choose`."""
         self._write(columns_MC, slots_M, positions_M)
-        return self._choice.choose(columns_MC, slots_M, positions_M, state, mode)
+        return self._choose(columns_MC, slots_M, positions_M, mode)
 
     def _write(self, columns_MC: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor) -> None:
         self.logits_NPV[self._owner_T[slots_M], positions_M] = self._runner.model.whole(columns_MC)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlat.engine.batch import PrefillChunk, SlotSampling, StepPlan
-from lowlat.engine.device_runner import DeviceRunner, padded_requests
+from lowlat.engine.device_decodes import padded_requests
+from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.device_sampler import SamplingMode
 from lowlat.engine.graphs import EagerBodies
 from lowlat.engine.request import SamplingParams

@@ -196,7 +196,7 @@ def mark_device_step(marks: Marks, runner: Any) -> None:
     are computed with a product belong to it."""
     model = runner.model
     decoder = model.decoder
-    marks.wrap(runner, "_choose", "sample")
+    marks.wrap(runner.choice, "take", "sample")
     if runner.verifier is not None:
         mark_checks(marks, runner.verifier)
     marks.wrap(model, "_layer", "layer")

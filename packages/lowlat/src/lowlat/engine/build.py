@@ -18,11 +18,12 @@ from lowlat.cache.snapshots import Snapshots
 from lowlat.cache.windows import WindowPages
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.config_checks import check_sessions, context_of, rules_of
 from lowlat.engine.core import EngineCore
 from lowlat.engine.device_build import device_runner, prepare, use_kernels
 from lowlat.engine.device_executor import DeviceExecutor
 from lowlat.engine.device_runner import DeviceRunner
-from lowlat.engine.drafts import open_draft
+from lowlat.engine.drafts import Draft, open_draft
 from lowlat.engine.executor import Executor, ThreadExecutor
 from lowlat.engine.grammar_gate import GrammarGate
 from lowlat.engine.plugin_host import KernelsRefusedError, LowLatencyMode
@@ -34,7 +35,7 @@ from lowlat.engine.scheduler import Scheduler
 from lowlat.engine.setup_error import SetupError as SetupError
 from lowlat.engine.speculation_setup import make_device_speculation, make_speculation, spec_width
 from lowlat.grammars.pool import GrammarLimits, GrammarPool
-from lowlat.models.base import BuildContext, Model, make_cache, prefill_rules
+from lowlat.models.base import BuildContext, Model, make_cache
 from lowlat.models.config import UnsupportedModelError
 from lowlat.models.loading.checkpoint import Checkpoint, open_checkpoint
 from lowlat.models.loading.errors import CheckpointError
@@ -85,7 +86,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
     Raises:
         SetupError, CheckpointError, UnsupportedModelError: the configuration or the model cannot be used.
     """
-    _check_sessions(config)
+    check_sessions(config)
     # The last rank's, so that too few GPUs are noticed here; and ranks must not each find out what `auto` means.
     device = _platform(config, config.tensor_parallel - 1).device.type
     config = msgspec.structs.replace(config, device=device)
@@ -159,7 +160,7 @@ def build_rank(
     dtype = platform.default_dtype if config.dtype == "auto" else config.dtype
     threads = config.threads or _threads(config.tensor_parallel)
     platform.set_threads(threads)
-    max_context = _max_context(config, checkpoint)
+    max_context = context_of(config, checkpoint)
     build = BuildContext(
         platform,
         communicator,
@@ -178,35 +179,22 @@ def build_rank(
     width = spec_width(config, model, draft)
     with _refusals():
         kernels.model_built(model, width, draft.taps if draft is not None else ())
-    page_size = config.page_size
-    rules = _rules(config, model)
-    groups = model.cache_groups()
+    rules = rules_of(config, model)
+    # Kernels know one page table, so with them layers with a window lie in the pages of the others.
+    groups = whole(model.cache_groups()) if kernels.waiting_for_pool else model.cache_groups()
     # A request holds up to three copies of its state (end of prompt, newest, the one before); the rest are prefixes'.
     kept = 4 * config.max_batch if config.prefix_cache and state_bytes(groups) else 0
     states = config.max_batch + kept
-    sizes = pool_sizes(
-        config,
-        # Kernels know one page table, so with them layers with a window lie in the pages of the others.
-        whole(groups) if kernels.waiting_for_pool else groups,
-        max(0, platform.memory_available() - states * state_bytes(groups)),
-        max_context=max_context,
-        width=width,
-        draft_token_bytes=draft.token_bytes if draft is not None else 0,
-    )
-    pages, window_pages = communicator.broadcast(torch.tensor([sizes.pages, sizes.window_pages])).tolist()
-    sizes = msgspec.structs.replace(sizes, pages=pages, window_pages=window_pages)
-    if pages * page_size < 2:
-        raise SetupError(
-            f"the KV pool holds {pages} pages of {page_size} tokens, too few to serve: "
-            f"raise --kv-tokens to {max(2, page_size)} or more, or free memory"
-        )
+    memory = max(0, platform.memory_available() - states * state_bytes(groups))
+    sizes = _agreed_sizes(config, groups, memory, communicator, max_context, width, draft)
+    pages, page_size = sizes.pages, config.page_size
     limits = PlanLimits(
         max_batch=config.max_batch,
         max_rows=config.chunk_tokens + config.max_batch * width,
         max_pages=min(pages_for(max_context, page_size), pages),
         max_window_pages=sizes.window_pages_each,
     )
-    kv = make_cache(model, pages, page_size, states, platform.device, width, window_pages)
+    kv = make_cache(model, pages, page_size, states, platform.device, width, sizes.window_pages)
     host = ModelRunner(
         model,
         kv,
@@ -228,14 +216,7 @@ def build_rank(
         progress(0, 0, "capturing steps")
         chunk_tokens = max(rules.last_chunk, prepare(runner, config.chunk_tokens))
     with _refusals():
-        if isinstance(kv, KVPool):
-            kernels.pool_made(kv)
-        if kernels.built:
-            progress(0, 0, "checking kernels")
-            kernels.prove()
-        if kernels.active and isinstance(runner, DeviceRunner):
-            progress(0, 0, "capturing kernels")
-            use_kernels(runner, kernels.low)
+        _take_over(kernels, runner, progress)
     host.kernel_steps = KernelSteps(kernels.low, page_size, platform.device, lambda: getattr(model, "taps", None))
     if width > 1 and runner is host:
         host.speculation = make_speculation(config, host, communicator, width, draft, progress)
@@ -257,21 +238,44 @@ def build_rank(
     )
 
 
+def _agreed_sizes(
+    config: EngineConfig,
+    groups: list[CacheGroup],
+    memory: int,
+    communicator: Communicator,
+    max_context: int,
+    width: int,
+    draft: Draft | None,
+) -> PoolSizes:
+    """Sizes of the pools within rank 0's `memory` bytes, which all ranks take. Raises `SetupError`."""
+    draft_bytes = 0 if draft is None else draft.token_bytes
+    sizes = pool_sizes(config, groups, memory, max_context=max_context, width=width, draft_token_bytes=draft_bytes)
+    pages, window_pages = communicator.broadcast(torch.tensor([sizes.pages, sizes.window_pages])).tolist()
+    if pages * config.page_size < 2:
+        raise SetupError(
+            f"the KV pool holds {pages} pages of {config.page_size} tokens, too few to serve: "
+            f"raise --kv-tokens to {max(2, config.page_size)} or more, or free memory"
+        )
+    return msgspec.structs.replace(sizes, pages=pages, window_pages=window_pages)
+
+
+def _take_over(kernels: LowLatencyMode, runner: ModelRunner | DeviceRunner, progress: Progress) -> None:
+    """Bind a kernel library that was built to the pools, prove it, and let it have the steps that it covers."""
+    if isinstance(runner.kv, KVPool):
+        kernels.pool_made(runner.kv)
+    if kernels.built:
+        progress(0, 0, "checking kernels")
+        kernels.prove()
+    if kernels.active and isinstance(runner, DeviceRunner):
+        progress(0, 0, "capturing kernels")
+        use_kernels(runner, kernels.low)
+
+
 def _platform(config: EngineConfig, rank: int) -> Platform:
     try:
         return select(config.device, rank)
     except ValueError as error:
         raise SetupError(str(error)) from error
-
-
-def _check_sessions(config: EngineConfig) -> None:
-    if not 0 <= config.session_budget <= 1:
-        raise SetupError(f"--session-budget {config.session_budget}: use a part of the KV cache, 0 to 1")
-    if not 0 < config.session_ttl <= config.session_ttl_max:
-        raise SetupError(
-            f"--session-ttl {config.session_ttl:g}: use more than 0 and at most --session-ttl-max, "
-            f"which is {config.session_ttl_max:g}"
-        )
 
 
 @contextlib.contextmanager
@@ -293,26 +297,6 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return ()
 
 
-def _rules(config: EngineConfig, model: Model) -> PrefillRules:
-    if config.engram_placement != "auto" and getattr(model, "engram_placement", None) is None:
-        raise SetupError(
-            f"--engram-placement {config.engram_placement}: {config.model} has no Engram tables; leave it out"
-        )
-    rules = prefill_rules(model)
-    for flag, wanted, done in (
-        ("--replay-tail", config.replay_tail, rules.tail),
-        ("--replay-prefix", config.replay_prefix, rules.replay),
-    ):
-        if wanted and not done:
-            raise SetupError(f"{flag} {wanted}: {config.model} has no bounded replay; leave it out")
-    if config.chunk_tokens < rules.last_chunk:
-        raise SetupError(
-            f"--chunk-tokens {config.chunk_tokens}: a prompt's last chunk has at least {rules.last_chunk} tokens with "
-            f"this model; use {rules.last_chunk} or more"
-        )
-    return rules
-
-
 def _item_tokens(model: Model, groups: list[CacheGroup], sizes: PoolSizes, max_context: int) -> int:
     """Most tokens of an item in one sequence with others; 0: the model has no such rows."""
     if state_bytes(groups) or not getattr(model, "sees_items", False):
@@ -324,19 +308,6 @@ def _threads(ranks: int) -> int:
     """Threads of each rank: this process's cores but one, which the front and the engine's own loop need."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, (cores - 1) // ranks)
-
-
-def _max_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    limit = checkpoint.config.get("max_position_embeddings")
-    if not isinstance(limit, int):
-        raise SetupError(f"{checkpoint.name}: config.json has no max_position_embeddings")
-    if config.max_context is None:
-        return limit
-    if not 2 <= config.max_context <= limit:
-        raise SetupError(
-            f"--max-context {config.max_context}: the model's own context is {limit} tokens; use 2 to {limit}"
-        )
-    return config.max_context
 
 
 def _first_step(runner: ModelRunner | DeviceRunner) -> None:

@@ -23,6 +23,7 @@ from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import PlanLimits, StepPlan
 from lowlat.engine.device_choice import GroupChoice
 from lowlat.engine.device_chunks import ChunkBodies, ChunkRows, chunk_rows, read_labels
+from lowlat.engine.device_decodes import DecodeBodies, padded_requests
 from lowlat.engine.device_kernels import DeviceKernels
 from lowlat.engine.device_results import LabelReads, PendingStep
 from lowlat.engine.device_sampler import Samples, SamplingMode
@@ -34,7 +35,6 @@ from lowlat.engine.graphs import Body, EagerBodies, StepBodies
 from lowlat.engine.host_slots import HostSlots
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.runner import ModelRunner
-from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.verify import SlotTables
 from lowlat.models.device_decoder import DeviceDecoder
 from lowlat.speculative.proposer import DraftRequest
@@ -51,11 +51,6 @@ class Flight:
     plan: StepPlan
     lengths: dict[int, int]
     pending: PendingStep
-
-
-def padded_requests(requests: int, most: int) -> int:
-    """The size that a decode step of so many requests is run with: a power of two, at most `most`."""
-    return min(most, 1 << (requests - 1).bit_length())
 
 
 class DeviceRunner:
@@ -75,13 +70,14 @@ class DeviceRunner:
         """Steps that the host ran, by the reason."""
         self.kernels: DeviceKernels | None = None
         """Where a kernel library computes decode steps: set by `use_kernels`."""
-        self._choice = GroupChoice(model, host.communicator)
         self._most = limits.max_batch
         self._state = DeviceState(limits, layout, model.vocab_size, self.device)
         rows = chunk_rows(limits.max_rows) + limits.max_batch
         chunks = bodies if model.capturable(rows) else EagerBodies()
         self._chunks = ChunkBodies(model, self.kv, self._state, chunks)
         self._lists = SlotLists(self._state.padding_slot, self.device)
+        self.choice = GroupChoice(model, host.communicator, self._state)
+        self.decodes = DecodeBodies(model, self.kv, self._state, self._lists, bodies, self.choice)
         self.verifier: Verifier | None = None
         """Where steps check guesses."""
         self._slots = HostSlots(limits.max_batch)
@@ -141,9 +137,7 @@ class DeviceRunner:
                 if self.verifier is not None:
                     self.verifier.use_kernels(self.kernels, self._sizes(), modes)
                 else:
-                    for size in self.kernels.sizes(self._most):
-                        for mode in modes:
-                            self._prepare_kernels(self.kernels, size, mode)
+                    self.decodes.use_kernels(self.kernels, self.kernels.sizes(self._most), modes)
         except StepFailed:
             return  # the library is disabled, and has said why
         low.recheck()
@@ -155,12 +149,7 @@ class DeviceRunner:
     def prepare(self, modes: list[SamplingMode]) -> None:
         """Capture the decode steps of every size in these modes, so that no request waits for it."""
         with torch.inference_mode():
-            if self.verifier is not None:
-                self.verifier.prepare(self._sizes(), modes)
-                return
-            for size in self._sizes():
-                for mode in modes:
-                    self._prepare(size, mode)
+            (self.verifier or self.decodes).prepare(self._sizes(), modes)
 
     def prepare_chunks(self, rows: int) -> None:
         """Capture steps with prompt chunks of up to so many tokens."""
@@ -177,11 +166,8 @@ class DeviceRunner:
                 started = time.perf_counter()
                 if chunk_rows:
                     self._chunks.replay(chunk_rows)
-                elif self.verifier is not None:
-                    self.verifier.replay(1, SamplingMode())
                 else:
-                    self._lists.pad(1)
-                    self.bodies.run((1, SamplingMode()), lambda: self._decode(1, SamplingMode(), 1))
+                    (self.verifier or self.decodes).replay(1, SamplingMode())
                 self._synchronize()
                 best = min(best, time.perf_counter() - started)
         return best
@@ -203,10 +189,9 @@ class DeviceRunner:
             on_kernels = kernels is not None and kernels.route(plan, padded, width).kernels
             # The operations may run a few times, and each may bring `width` tokens.
             return self._replayed(*self.verifier.body(padded, width, mode, longest + 4 * width, on_kernels))
-        if kernels is not None and kernels.route(plan).kernels:
-            size = len(slots)
-            return self._replayed(("kernels", size, mode), lambda: kernels.decode(self._lists.tensor(size), mode))
-        return self._replayed((padded, mode), lambda: self._decode(padded, mode, longest))
+        on_kernels = kernels is not None and kernels.route(plan).kernels
+        size = len(slots) if on_kernels else padded
+        return self._replayed(*self.decodes.body(size, mode, longest, on_kernels=on_kernels))
 
     def _replayed(self, key: Hashable, body: Body) -> tuple[Body, Body]:
         return (lambda: self.bodies.run(key, body)), body
@@ -215,22 +200,11 @@ class DeviceRunner:
 
     def _launch_decodes(self, plan: StepPlan) -> PendingStep:
         slots = plan.decodes
-        size = padded_requests(len(slots), self._most)
-        mode = self._slots.mode(slots)
-        self._prepare(size, mode)
-        self._lists.send(size, slots)
         for slot in slots:
             self._slots.lengths[slot] += 1
-        longest = self._slots.longest(slots)
-        samples = self.bodies.run((size, mode), lambda: self._decode(size, mode, longest))
+        size, longest = padded_requests(len(slots), self._most), self._slots.longest(slots)
+        samples = self.decodes.run(slots, size, self._slots.mode(slots), longest)
         return self._pending(plan, samples, slots)
-
-    def _prepare(self, size: int, mode: SamplingMode) -> None:
-        if not self.bodies.knows((size, mode)):
-            self._lists.pad(size)
-            self.bodies.prepare((size, mode), lambda: self._decode(size, mode, 1))
-            if self.bodies.knows((size, mode)):
-                log.info("captured decode steps of %d requests, %s", size, mode)
 
     # --- those that check guesses -------------------------------------------------------------------------------------
 
@@ -290,12 +264,9 @@ class DeviceRunner:
         route, slots = kernels.route(plan), plan.decodes
         samples = None
         if route.kernels:
-            size, mode = len(slots), self._slots.mode(slots)
+            mode, longest = self._slots.mode(slots), self._slots.longest(slots) + 1
             try:
-                self._prepare_kernels(kernels, size, mode)
-                self._lists.send(size, slots)
-                body = self._kernel_body(kernels, size, mode)
-                samples = self.bodies.run(("kernels", size, mode), body)
+                samples = self.decodes.run(slots, len(slots), mode, longest, on_kernels=True)
             except StepFailed:
                 self._alone()
                 log.warning("step %d runs on the general path", plan.step)
@@ -312,15 +283,6 @@ class DeviceRunner:
         if self.host.communicator.shard.size > 1:
             assert self.kernels is not None
             raise StepFailed(self.kernels.low.report().reasons[-1])
-
-    def _prepare_kernels(self, kernels: DeviceKernels, size: int, mode: SamplingMode) -> None:
-        kernels.reserve(size)
-        if not self.bodies.knows(("kernels", size, mode)):
-            self._lists.pad(size)
-            self.bodies.prepare(("kernels", size, mode), self._kernel_body(kernels, size, mode))
-
-    def _kernel_body(self, kernels: DeviceKernels, size: int, mode: SamplingMode) -> Body:
-        return lambda: kernels.decode(self._lists.tensor(size), mode)
 
     @torch.inference_mode()
     def _run_again(self, failed: PendingStep) -> bool:
@@ -354,42 +316,6 @@ class DeviceRunner:
             flight.pending.replace(self.launch(flight.plan))
         return True
 
-    def _decode(self, size: int, mode: SamplingMode, longest: int) -> Samples:
-        """The body: everything between the slots' states before and after. `longest` matters where it is not captured:
-        the tokens that no request exceeds."""
-        state, slots_B = self._state, self._lists.tensor(size)
-        tables = [table for table in (state.table, state.window_table) if table is not None]
-        rows = self.model.ops.begin_decodes(
-            slots_B,
-            state.padding_slot,
-            state.tokens_T,
-            state.lengths_T,
-            [(table.pages_TP, table.page_size) for table in tables],
-        )
-        segments = (rows.slots32_B, rows.first32_B, rows.rows32_B, rows.lengths32_B)
-        batch = RowSegments(*segments, most_rows=1, longest=longest)
-        steps = [
-            DeviceStep(rows.tokens_B, rows.before_B, places_B, [batch], table.pages_TP, table.page_size, None)
-            for places_B, table in zip(rows.places, tables, strict=True)
-        ]
-        steps[0].windowed = steps[1] if steps[1:] else None
-        columns_BC = self.model.columns(steps[0], self.kv)
-        return self._choose(columns_BC, slots_B, rows.after_B, mode)
-
-    def _choose(
-        self, columns_MC: torch.Tensor, slots_M: torch.Tensor, positions_M: torch.Tensor, mode: SamplingMode
-    ) -> Samples:
-        state = self._state
-        if mode == SamplingMode():
-            return self._choice.greedy(columns_MC, slots_M, state)
-        samples = self._choice.choose(columns_MC, slots_M, positions_M, state, mode)
-        # A broken row's token is -1; the step after it must not look that up.
-        tokens_M = samples.tokens_M.clamp(min=0)
-        state.tokens_T.index_copy_(0, slots_M, tokens_M)
-        if mode.rules:
-            state.count(slots_M, tokens_M)
-        return samples
-
     # --- steps with prompt chunks ------------------------------------------------------------------------------------
 
     def _launch_chunks(self, plan: StepPlan) -> PendingStep:
@@ -414,9 +340,8 @@ class DeviceRunner:
         self._state.lengths_T.index_copy_(0, touched_M, lengths_M)
         samples = None
         if sampled:
-            samples = self._choose(
-                self.model.head(states_RH.index_select(0, rows_M)), sampled_M, after_M, self._slots.mode(sampled)
-            )
+            columns_MC = self.model.head(states_RH.index_select(0, rows_M))
+            samples = self.choice.take(columns_MC, sampled_M, after_M, self._slots.mode(sampled))
         labels = read_labels(self.model, plan, states_RH, reads, self._send, all_labels=self.host.rank == 0)
         return self._pending(plan, samples, sampled, labels)
 

@@ -110,7 +110,7 @@ class _SmallModel:
     def bind(self, runner: ModelRunner) -> Proposer:
         pages, size = _pool_size(runner)
         pool = KVPool(self._model.kv_layout(pages, size), torch.device("cpu"))
-        return ModelProposer(self._model, pool, runner, min_rows=runner.min_rows, choose=_choose(runner))
+        return ModelProposer(self._model, pool, runner.rows, min_rows=runner.rows.min_rows, choose=_choose(runner))
 
     def bind_device(self, runner: DeviceRunner) -> DeviceDraft:
         small = DeviceDecoder(self._model, runner.model.ops)
@@ -159,7 +159,7 @@ class _TrainedDraft:
         network, head = self._network, self._host_head()
         if int8_linear.available():
             network = int8_linear.with_int8(network)
-        proposer = BlockProposer(network, pool, runner, self._model.embed, head, choose=choose)
+        proposer = BlockProposer(network, pool, runner.rows, self._model.embed, head, choose=choose)
         if runner.rank == 0:
             self._model.taps = Taps(self._network.config.target_layer_ids, proposer.extend)
         return proposer

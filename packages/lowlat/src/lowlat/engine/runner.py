@@ -9,29 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import msgspec
-import numpy as np
 import torch
 
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, SlotSampling, StepPlan
+from lowlat.engine.chunk_scores import score_chunks
 from lowlat.engine.executor import StepResult
-from lowlat.engine.item_rows import ItemPieces
 from lowlat.engine.logit_rules import LogitRules
 from lowlat.engine.plugin_steps import KernelSteps
 from lowlat.engine.request import TokenLogprobs
-from lowlat.engine.sampler import label_logprobs, sample_bursts, simulated_bursts, token_logprobs
-from lowlat.engine.slot_table import SlotTable
+from lowlat.engine.sampler import sample_bursts, simulated_bursts
 from lowlat.engine.speculation import Speculation
-from lowlat.layers.step import Segment, StepInputs, moved
-from lowlat.models.base import Model, ModelCache, ReplayingCache
+from lowlat.engine.step_rows import StepRows
+from lowlat.layers.step import moved
+from lowlat.models.base import Model, ModelCache
 from lowlat.parallel.group import Communicator
-
-
-def padded_rows(rows: int) -> int:
-    """The rows that a step of `rows` is computed with: all numbers up to 16, then eight an octave (decision 0102)."""
-    grain = 1 << max(0, (rows - 1).bit_length() - 4)
-    return -(-rows // grain) * grain
 
 
 class ModelRunner:
@@ -54,22 +46,16 @@ class ModelRunner:
         self.kv = kv
         self.communicator = communicator
         """The ranks that share the model."""
-        self.min_rows = min_rows
+        self.rows = StepRows(kv, limits, min_rows=min_rows, segments_only=has_state, window=window)
+        """Where requests' tokens lie, for drafts too."""
         self.max_pages = limits.max_pages
         self._page_size = kv.layout.page_size
         self._lengths = [0] * limits.max_batch
         self._tokens = [0] * limits.max_batch
         self._sampling = [GREEDY] * limits.max_batch
         self._rules: list[LogitRules | None] = [None] * limits.max_batch
-        self._table = SlotTable(limits.max_batch, limits.max_pages, self._page_size)
-        self._window, self._window_pages = window, limits.max_window_pages
-        self._window_table = SlotTable(limits.max_batch if window else 0, limits.max_pages, self._page_size)
-        self._segments_only = has_state
+        self._window_pages = limits.max_window_pages
         self._device = kv.keys[0].device if isinstance(kv, KVPool) and kv.keys else torch.device("cpu")
-        # Models with state never group decodes, so they need no masks.
-        self._dtype = kv.keys[0].dtype if isinstance(kv, KVPool) and kv.keys else torch.float32
-        self._replays = [(0, 0)] * limits.max_batch
-        """Of each slot: the position where its state begins, and the one from which its rows write to pages."""
         self.kernel_steps: KernelSteps | None = None
         """Where a kernel library is installed: who is asked first."""
         self.speculation: Speculation | None = None
@@ -93,9 +79,9 @@ class ModelRunner:
         before = self._lengths.copy()
         logits_MV = inputs = None
         if self.kernel_steps is not None:
-            logits_MV = self.kernel_steps.run(plan, self._tokens, guesses, self._lengths, self._table.slots)
+            logits_MV = self.kernel_steps.run(plan, self._tokens, guesses, self._lengths, self.rows.kv_slots)
         if logits_MV is None or (speculation is not None and speculation.follows):
-            inputs = moved(self._inputs(plan, guesses), self._device)
+            inputs = moved(self.rows.inputs(plan, self._tokens, self._lengths, guesses), self._device)
         if logits_MV is None:
             assert inputs is not None
             logits_MV = self.model.forward(inputs, self.kv)
@@ -141,12 +127,12 @@ class ModelRunner:
         slots = list(range(len(counts)))
         begins = [(slot, GREEDY) for slot in slots]
         # All slots have the same pages: one fills them for all, unless each has state of its own.
-        filling = slots if self._segments_only else slots[:1]
+        filling = slots if self.rows.segments_only else slots[:1]
         chunks = [PrefillChunk(slot, 0, [0] * context, False) for slot in filling]
         tables = [(slot, 0, pages) for slot in slots]
         # Window pages may be fewer; whose keys are read does not change the time.
-        windows = [(slot, 0, [page % self._window_pages for page in pages]) for slot in slots if self._window]
-        if fill or self._segments_only:
+        windows = [(slot, 0, [page % self._window_pages for page in pages]) for slot in slots if self.rows.window]
+        if fill or self.rows.segments_only:
             self.run(StepPlan(0, begins, tables, chunks, [], windows=windows), [])
         for slot in slots:
             self._lengths[slot] = context
@@ -159,8 +145,12 @@ class ModelRunner:
     ) -> StepResult:
         """Choose tokens for `slots`, whose rows come first in `logits_MV`, and advance the decode slots."""
         rows = len(slots) + sum(map(len, guesses))
-        scores, labels = self._score(plan, logits_MV[rows:]) if len(logits_MV) > rows else (None, None)
-        bad = self._bad_scores(plan, logits_MV[rows:])
+        scores: list[list[TokenLogprobs]] | None = None
+        labels: list[list[list[float]]] | None = None
+        bad: list[int] = []
+        if len(logits_MV) > rows and self.rank == 0:
+            found = score_chunks(plan, logits_MV[rows:])
+            scores, labels, bad = found.prompt, found.labels, found.bad_slots
         if not slots:
             return StepResult(plan.step, [], None, scores, label_logprobs=labels, bad_slots=bad)
         for slot in plan.decodes:
@@ -202,40 +192,6 @@ class ModelRunner:
             return simulated_bursts(logits_MV, settings, positions, rules, guesses, counts)
         return sample_bursts(logits_MV, settings, positions, rules, guesses)
 
-    def _score(
-        self, plan: StepPlan, logits_MV: torch.Tensor
-    ) -> tuple[list[list[TokenLogprobs]] | None, list[list[list[float]]] | None]:
-        """Log-probabilities of the chunks' targets, then of their labels, whose rows `logits_MV` holds in order.
-
-        On rank 0 only.
-        """
-        if self.communicator.shard.rank > 0:
-            return None, None
-        scores = []
-        row = 0
-        for chunk in plan.chunks:
-            if chunk.targets:
-                places = enumerate(chunk.targets, start=row)
-                scores.append(
-                    [token_logprobs(logits_MV[n], token, chunk.logprobs) for n, token in places if token >= 0]
-                )
-                row += len(chunk.targets)
-        labels = []
-        for chunk in plan.chunks:
-            if chunk.read_rows:
-                labels.append(label_logprobs(logits_MV[row : row + len(chunk.read_rows)], chunk.labels))
-                row += len(chunk.read_rows)
-        return scores, labels
-
-    def _bad_scores(self, plan: StepPlan, logits_MV: torch.Tensor) -> list[int]:
-        """Slots of chunks of which a row to score or to read, as `_score` has them in `logits_MV`, is not numbers."""
-        slots = [chunk.slot for chunk in plan.chunks for _ in chunk.targets]
-        slots += [chunk.slot for chunk in plan.chunks for _ in chunk.read_rows]
-        if self.communicator.shard.rank > 0 or not slots:
-            return []
-        usable = logits_MV.amax(-1).isfinite().tolist()
-        return sorted({slot for slot, good in zip(slots, usable, strict=True) if not good})
-
     def learn(self, plan: StepPlan) -> None:
         """Take in what a plan says of slots: requests that begin, page-table entries. `run` does so itself."""
         for slot, sampling in plan.begins:
@@ -244,90 +200,7 @@ class ModelRunner:
             self._rules[slot] = LogitRules.of(sampling, slot) if self.rank == 0 else None
             if self.speculation is not None:
                 self.speculation.begin(slot, sampling)
-            self._table.begin(slot)
-            if self._window:
-                self._window_table.begin(slot)
-            self._replays[slot] = (0, 0)
-        for replay in plan.replays:
-            assert isinstance(self.kv, ReplayingCache)
-            self._replays[replay.slot] = (replay.start, replay.write_from)
-            self.kv.begin_replay(replay.slot, replay.start, replay.before)
-        for slot, first, pages in plan.pages:
-            self._table.update(slot, first, pages)
-        for slot, first, pages in plan.windows if self._window else ():
-            self._window_table.update(slot, first, pages)
-
-    def _inputs(self, plan: StepPlan, guesses: list[list[int]]) -> StepInputs:
-        """The step's inputs. Wanted are the logits of sampling chunks' last rows, of decode rows, of scored rows."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        segments: list[tuple[int, range, int]] = []
-        sample_rows: list[int] = []
-        score_rows: list[int] = []
-        read_rows: list[int] = []
-        groups: list[ItemPieces] = []
-        singles: list[tuple[int, int]] = []
-        written: list[tuple[int, int, int]] = []
-
-        def add(slot: int, start: int, new: list[int]) -> range:
-            rows = range(len(tokens), len(tokens) + len(new))
-            tokens.extend(new)
-            positions.extend(range(start, start + len(new)))
-            written.append((slot, start, start + len(new)))
-            return rows
-
-        for chunk in plan.chunks:
-            rows = add(chunk.slot, chunk.start, chunk.tokens)
-            plain = rows
-            if chunk.items is not None:
-                plain = rows[: len(rows) - sum(chunk.items.lengths)]
-                group = ItemPieces(chunk.items, range(plain.stop, rows.stop), chunk.slot, chunk.start + len(plain))
-                positions[plain.stop :] = (group.offsets_T + chunk.items.query).tolist()
-                groups.append(group)
-            if plain:
-                segments.append((chunk.slot, plain, chunk.start + len(plain)))
-            score_rows.extend(rows if chunk.targets else ())
-            read_rows.extend(rows[place] for place in chunk.read_rows)
-            sample_rows.extend(rows[-1:] if chunk.sample else ())
-        for slot, guessed in zip(plan.decodes, guesses, strict=True):
-            length = self._lengths[slot]
-            rows = add(slot, length, [self._tokens[slot], *guessed])
-            sample_rows.extend(rows)
-            if guessed or self._segments_only:
-                segments.append((slot, rows, length + len(rows)))
-            else:
-                singles.append((slot, rows[0]))
-        if len(singles) == 1:
-            slot, row = singles[0]
-            segments.append((slot, range(row, row + 1), self._lengths[slot] + 1))
-            singles = []
-        padding = [0] * (padded_rows(max(self.min_rows, len(tokens))) - len(tokens))
-        step = StepInputs(
-            tokens_R=torch.tensor(tokens + padding),
-            positions_R=torch.tensor(positions + padding),
-            write_slots=self._table.written(written),
-            real_rows=len(tokens),
-            segments=[self.segment(*segment) for segment in segments],
-            decodes=self._table.decode_groups(singles, self._lengths, self._dtype),
-            sample_rows=torch.tensor(sample_rows + score_rows + read_rows, dtype=torch.int64),
-            items=[group.seen(self._table) for group in groups],
-        )
-        if self._window:
-            table, window = self._window_table, self._window
-            step.windowed = msgspec.structs.replace(
-                step,
-                write_slots=table.written(written),
-                segments=[table.segment(*segment, window) for segment in segments],
-                decodes=table.decode_groups(singles, self._lengths, self._dtype, window),
-                items=[group.seen(table, window) for group in groups],
-            )
-        return step
-
-    def segment(self, slot: int, rows: range, length: int) -> Segment:
-        """Rows of a request whose last is token `length - 1` (see `speculative.proposer.Tables`)."""
-        segment = self._table.segment(slot, rows, length)
-        segment.floor, segment.write_from = self._replays[slot]
-        return segment
+        self.rows.learn(plan)
 
     @property
     def rank(self) -> int:
@@ -337,7 +210,3 @@ class ModelRunner:
     def sampling_of(self, slot: int) -> SlotSampling:
         """Settings of the request in a batch slot."""
         return self._sampling[slot]
-
-    def write_slots(self, slot: int, start: int, count: int) -> np.ndarray:
-        """KV slots of `count` tokens of a batch slot."""
-        return self._table.slots[slot, start : start + count]

@@ -1,0 +1,55 @@
+"""Settings that cannot be: refused when the engine is built, each by its flag, with what to use instead."""
+
+from __future__ import annotations
+
+from lowlat.cache.rules import PrefillRules
+from lowlat.engine.config import EngineConfig
+from lowlat.engine.setup_error import SetupError
+from lowlat.models.base import Model, prefill_rules
+from lowlat.models.loading.checkpoint import Checkpoint
+
+
+def check_sessions(config: EngineConfig) -> None:
+    """Budget and lifetimes of sessions. Raises `SetupError`."""
+    if not 0 <= config.session_budget <= 1:
+        raise SetupError(f"--session-budget {config.session_budget}: use a part of the KV cache, 0 to 1")
+    if not 0 < config.session_ttl <= config.session_ttl_max:
+        raise SetupError(
+            f"--session-ttl {config.session_ttl:g}: use more than 0 and at most --session-ttl-max, "
+            f"which is {config.session_ttl_max:g}"
+        )
+
+
+def context_of(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Longest prompt and answer, in tokens: the configuration's or the model's own. Raises `SetupError`."""
+    limit = checkpoint.config.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        raise SetupError(f"{checkpoint.name}: config.json has no max_position_embeddings")
+    if config.max_context is None:
+        return limit
+    if not 2 <= config.max_context <= limit:
+        raise SetupError(
+            f"--max-context {config.max_context}: the model's own context is {limit} tokens; use 2 to {limit}"
+        )
+    return config.max_context
+
+
+def rules_of(config: EngineConfig, model: Model) -> PrefillRules:
+    """What the model asks of prefills. Raises `SetupError` where settings ask for what it does not do."""
+    if config.engram_placement != "auto" and getattr(model, "engram_placement", None) is None:
+        raise SetupError(
+            f"--engram-placement {config.engram_placement}: {config.model} has no Engram tables; leave it out"
+        )
+    rules = prefill_rules(model)
+    for flag, wanted, done in (
+        ("--replay-tail", config.replay_tail, rules.tail),
+        ("--replay-prefix", config.replay_prefix, rules.replay),
+    ):
+        if wanted and not done:
+            raise SetupError(f"{flag} {wanted}: {config.model} has no bounded replay; leave it out")
+    if config.chunk_tokens < rules.last_chunk:
+        raise SetupError(
+            f"--chunk-tokens {config.chunk_tokens}: a prompt's last chunk has at least {rules.last_chunk} tokens with "
+            f"this model; use {rules.last_chunk} or more"
+        )
+    return rules
