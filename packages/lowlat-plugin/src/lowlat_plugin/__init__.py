@@ -6,9 +6,9 @@ Kernel authors need `KernelSpec` and `Kernel`; engines need `Host`, `discover` a
 from lowlat_plugin.agreement import Agreement, Alone, ThreadRanks
 from lowlat_plugin.facts import EngineFacts, deadline_for
 from lowlat_plugin.host import Host
-from lowlat_plugin.install import LowLatency, Policy, State, StepFailed
+from lowlat_plugin.install import LowLatency, Policy, State
 from lowlat_plugin.kernel import BuildContext, Kernel, Plan, WeightSource, Workspace, decode_shapes, verify_shapes
-from lowlat_plugin.reasons import Code, DeadlineExceeded, Reason, Refused
+from lowlat_plugin.reasons import Code, DeadlineExceeded, Reason, Refused, StepFailed
 from lowlat_plugin.registry import Candidate, Registry, discover
 from lowlat_plugin.report import Report
 from lowlat_plugin.routing import Counters, Path, Route, RoutingTable

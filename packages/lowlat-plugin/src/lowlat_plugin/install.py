@@ -15,15 +15,17 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from lowlat_plugin import guard
-from lowlat_plugin.agreement import agree, digest, settle
+from lowlat_plugin.agreement import digest, settle
+from lowlat_plugin.choosing import Choice, choose
 from lowlat_plugin.facts import deadline_for
 from lowlat_plugin.host import Host
 from lowlat_plugin.kernel import BuildContext, Kernel, Plan, Workspace, offers
-from lowlat_plugin.reasons import Code, Reason, Refused, raised
-from lowlat_plugin.registry import Candidate, Registry, implementation
+from lowlat_plugin.proving import prove_shapes, worth_proving
+from lowlat_plugin.reasons import Code, Reason, Refused, StepFailed, raised
+from lowlat_plugin.registry import Candidate, Registry
 from lowlat_plugin.report import CandidateReport, Report
 from lowlat_plugin.routing import FAILED, NO_KERNELS, OFF, SUSPENDED, SWITCHED_OFF, Counters, Route, RoutingTable
-from lowlat_plugin.shadow import LENGTHS, Shadow, ShapeResult, disable, worth_proving
+from lowlat_plugin.shadow import LENGTHS, Shadow, ShapeResult
 from lowlat_plugin.spec import Mode
 from lowlat_plugin.steps import Shape, StepInputs
 
@@ -54,17 +56,6 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
-class StepFailed(RuntimeError):  # noqa: N818 - an answer rather than a fault
-    """Kernels failed inside a step. They are disabled; the step's keys and values may be half written.
-
-    A host of one rank may run the general path on the same step, which writes the same slots again.
-    """
-
-    def __init__(self, reason: Reason) -> None:
-        self.reason = reason
-        super().__init__(str(reason))
-
-
 class LowLatency:
     """One engine's low-latency path. `name` picks a library and makes it required, as `--kernels NAME` does."""
 
@@ -81,7 +72,7 @@ class LowLatency:
         self.table: RoutingTable | None = None
         self.results: tuple[ShapeResult, ...] = ()
         self._registry = registry
-        self._tried: list[CandidateReport] = []
+        self._tried: tuple[CandidateReport, ...] = ()
         self._failure: tuple[Reason, ...] = ()
         self._context: BuildContext | None = None
         self._plan: Plan | None = None
@@ -96,44 +87,20 @@ class LowLatency:
         subject = self.name or "low-latency kernels"
         for failure in self._registry.failures:
             log.warning("%s could not be loaded: %s", failure.distribution, failure.reason)
-        self._staged(subject, "choose", self._choose, lambda _: self.candidate.key if self.candidate else "")
-        if self.state is State.FAILED:
+        choice = self._staged(subject, "choose", self._choose, lambda choice: choice.key)
+        if choice is None:
             return
-        if self.candidate is not None:
-            self.state = State.CHOSEN
+        if choice.kernel is None:
+            log.info("%s", choice.none_fits(self.host.facts))
         else:
-            facts = self.host.facts
-            if self._tried:
-                log.info(
-                    "none of %d kernel libraries fits %s on %s; nearest is %s",
-                    len(self._tried),
-                    facts.architecture,
-                    facts.isa,
-                    min(self._tried, key=CandidateReport.distance).why_not(),
-                )
-            else:
-                log.info("no kernel library is installed: the general path computes every step")
+            self.state = State.CHOSEN
 
-    def _choose(self) -> None:
-        facts = self.host.facts
-        candidates = self._registry.named(self.name) if self.name else self._registry.candidates
-        for candidate in candidates:
-            reasons = guard.check(candidate.spec, facts)
-            kernel = None
-            if not reasons:
-                kernel, reasons = _implement(candidate)
-            if kernel is not None:
-                reasons = guard.check_library(kernel, facts)
-            self._tried.append(CandidateReport(candidate.key, candidate.version, tuple(reasons)))
-            if kernel is not None and not reasons and self.kernel is None:
-                self.kernel, self.candidate = kernel, candidate
+    def _choose(self) -> Choice:
+        choice = choose(self._registry, self.host.facts, self.name)
+        self.kernel, self.candidate, self._tried = choice.kernel, choice.candidate, choice.tried
         if self.kernel is None and self.policy is Policy.REQUIRE:
-            raise Refused(self.name or "low-latency kernels", self._why_none())
-
-    def _why_none(self) -> list[Reason]:
-        reasons = [reason for tried in self._tried for reason in tried.reasons]
-        reasons += [failure.reason for failure in self._registry.failures]
-        return reasons or [Reason(Code.NOT_FOUND, "kernel libraries", "none installed", "one that fits this model")]
+            raise Refused(self.name or "low-latency kernels", choice.why_none(self._registry))
+        return choice
 
     def observe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass a checkpoint's tensors through, showing each to the kernels as it is stored."""
@@ -213,13 +180,15 @@ class LowLatency:
         import torch
 
         self.results = ()
-        table, name = self._routes(), self._kernel().spec.name
+        table, name = self.table, self._kernel().spec.name
+        assert table is not None
         chosen = tuple(sorted(shapes)) if shapes is not None else worth_proving(table.covered)
         with torch.inference_mode():
             shadow = self._staged(name, "shadow contexts", lambda: Shadow(self.host, chosen, lengths, seed))
             if shadow is None:
                 return
-            misses = [reason for shape in chosen for reason in self._prove_shape(shadow, shape, chosen)]
+            self.results = prove_shapes(shadow, self._kernel(), table, chosen, self.deadline_s)
+            misses = [reason for result in self.results for reason in result.reasons]
             # A device whose queue hangs would keep whoever waits for it.
             if self.host.device.startswith("cpu") or not _hangs(misses):
                 shadow.close()
@@ -229,19 +198,6 @@ class LowLatency:
             return
         self.state = State.ACTIVE
         log.info("%s active for %s", name, ", ".join(map(str, table.covered)))
-
-    def _prove_shape(self, shadow: Shadow, shape: Shape, chosen: Sequence[Shape]) -> tuple[Reason, ...]:
-        """One shape, agreed over the ranks. After something worse than a distance the rest is skipped, on all ranks."""
-        kernel = self._kernel()
-        if any(reason.code != Code.NUMERICS for result in self.results for reason in result.reasons):
-            return ()
-        result = shadow.check(kernel, kernel.numerics(), shape, self.deadline_s)
-        everyones = agree(self.host.agreement, f"shadow {shape}", result.reasons)
-        self.results += (ShapeResult(result.shape, result.measurements, everyones),)
-        if everyones:
-            log.warning("%s misses its promise for %s: %s", kernel.spec.name, shape, everyones[0])
-            disable(self._routes(), shape, chosen)
-        return everyones
 
     # -- serving -----------------------------------------------------------------------------------------------------
 
@@ -392,7 +348,7 @@ class LowLatency:
             covered=tuple(map(str, table.covered)) if table and self.state is State.ACTIVE else (),
             disabled={str(shape): why for shape, why in table.disabled.items()} if table else {},
             reasons=self._failure,
-            candidates=tuple(self._tried),
+            candidates=self._tried,
             failures=tuple(self._registry.failures),
             shadow=self.results,
             steps=[(path, reason, count) for (path, reason), count in self.counters.snapshot().items()],
@@ -425,10 +381,6 @@ class LowLatency:
         assert self.kernel is not None
         return self.kernel
 
-    def _routes(self) -> RoutingTable:
-        assert self.table is not None
-        return self.table
-
     def _planned(self) -> Plan:
         assert self._plan is not None
         return self._plan
@@ -436,13 +388,6 @@ class LowLatency:
     def _built_context(self) -> BuildContext:
         assert self._context is not None
         return self._context
-
-
-def _implement(candidate: Candidate) -> tuple[Kernel | None, list[Reason]]:
-    try:
-        return implementation(candidate.spec), []
-    except Refused as refusal:
-        return None, list(refusal.reasons)
 
 
 def _hangs(reasons: Iterable[Reason]) -> bool:

@@ -74,6 +74,17 @@ class Refused(RuntimeError):  # noqa: N818 - an answer rather than a fault
         super().__init__("\n  - ".join([f"{subject} cannot run here:", *map(str, self.reasons)]))
 
 
+class StepFailed(RuntimeError):  # noqa: N818 - an answer rather than a fault
+    """Kernels failed inside a step. They are disabled; the step's keys and values may be half written.
+
+    A host of one rank may run the general path on the same step, which writes the same slots again.
+    """
+
+    def __init__(self, reason: Reason) -> None:
+        self.reason = reason
+        super().__init__(str(reason))
+
+
 class DeadlineExceeded(RuntimeError):  # noqa: N818 - an answer rather than a fault
     """A wait for another rank passed its deadline. Every rank of the step raises this, and the device stays usable."""
 

@@ -20,7 +20,6 @@ from lowlat_plugin.host import Host
 from lowlat_plugin.kernel import Kernel
 from lowlat_plugin.numerics import Measurement, greedy, measure, measure_selection
 from lowlat_plugin.reasons import Code, Reason, raised
-from lowlat_plugin.routing import RoutingTable
 from lowlat_plugin.spec import Bound, Metric, Mode, Numerics
 from lowlat_plugin.steps import Shape, StepInputs, StepOutputs
 
@@ -343,19 +342,3 @@ def _found(measurement: Measurement) -> str:
 def _wanted(measurement: Measurement) -> str:
     relation = "at least" if measurement.metric == Metric.COSINE.value else "at most"
     return f"{relation} {measurement.limit:g}"
-
-
-def worth_proving(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """All of decode; of verify the widest for each number of requests, which uses every row."""
-    widest: dict[tuple[Mode, int], Shape] = {}
-    for shape in shapes:
-        key = (shape.mode, shape.requests)
-        widest[key] = max(shape, widest.get(key, shape))
-    return tuple(sorted(widest.values()))
-
-
-def disable(table: RoutingTable, shape: Shape, proven: Sequence[Shape]) -> None:
-    """Disable a shape, and with it the narrower ones that it stood for."""
-    for other in table.covered:
-        if other == shape or (other not in proven and (other.mode, other.requests) == (shape.mode, shape.requests)):
-            table.disable(other, "shadow-miss")
