@@ -83,7 +83,7 @@ def step_times(engine: Engine) -> StepTimes | None:
     if isinstance(executor, DeviceExecutor):
         verifier = executor._runner.verifier
         return None if verifier is None else verifier.speculation.times.get(1)
-    speculation = executor._run.__self__.speculation
+    speculation = executor.run.__self__.speculation
     return None if speculation is None else speculation.times
 
 

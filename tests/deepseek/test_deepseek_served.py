@@ -142,7 +142,7 @@ def test_snapshots_are_right_when_drafts_are_accepted(tiny_v41: Path) -> None:
         logits = runner.run(runner.rows(0, tokens[-1:], len(tokens) - 1))
     core = make(tiny_v41, spec="draft", spec_width=6, max_batch=1)
     try:
-        served = core.executor._run.__self__.model  # the runner's model
+        served = core.executor.run.__self__.model  # the runner's model
         served.propose = KnowingDraft({0: tokens})
         stats = core.scheduler.stats
         for length in (50, 60, 71):
@@ -170,7 +170,7 @@ def test_engram_lies_where_the_flag_and_the_memory_say(
     monkeypatch.setattr(CpuPlatform, "memory_available", lambda self: memory)
     core = make(tiny_v41, engram_placement=wanted)
     try:
-        model = core.executor._run.__self__.model
+        model = core.executor.run.__self__.model
         assert model.engram_placement == found
         tables = {type(engram.table).__name__ for engram in model.model.engrams.values()}
         assert tables == {{"shards": "ShardedTable", "peer": "PeerTable", "host": "HostTable"}[found]}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from kv_simulator import EOS, drain, make_core, make_request, solo_answer
 
 from lowlat.cache.prefix import PrefixCache
 from lowlat.engine.batch import PlanLimits
 from lowlat.engine.core import EngineCore
-from lowlat.engine.executor import ScriptedExecutor
+from lowlat.engine.executor import ScriptedExecutor, StepResult, ThreadExecutor
 from lowlat.engine.request import FinishReason
 from lowlat.engine.scheduler import Scheduler
 
@@ -174,3 +176,16 @@ def test_the_simulator_sees_a_page_freed_too_early():
     core.scheduler.cache.pool.give_back(active.lease.private)
     with pytest.raises(AssertionError, match="is free while a step may write it"):
         device.check()
+
+
+def test_an_engine_that_is_dropped_ends_its_thread():
+    def run(plan):
+        return StepResult(plan.step, [])
+
+    core, _ = make_core()
+    core.executor = ThreadExecutor(run)
+    thread = core.executor._thread
+    del core
+    gc.collect()
+    thread.join(120)
+    assert not thread.is_alive()

@@ -125,7 +125,7 @@ def test_two_ranks_give_window_pages_back(tmp_path: Path):
 
 
 def pool_bytes(engine: Engine) -> int:
-    kv = engine._core.executor._run.__self__.kv
+    kv = engine._core.executor.run.__self__.kv
     return sum(tensor.numel() * tensor.element_size() for tensor in kv.keys + kv.values)
 
 

@@ -130,7 +130,7 @@ def test_every_broken_library_is_named_and_the_same_engine_answers_right(general
 
 
 def runner(engine: Engine):
-    return engine._core.executor._run.__self__
+    return engine._core.executor.run.__self__
 
 
 def move_pool(engine: Engine, low: LowLatency) -> None:

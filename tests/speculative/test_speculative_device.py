@@ -74,7 +74,7 @@ def test_a_small_pool_and_cancels_change_nothing(target: Path, expected: Any, op
 
 def guesses_on_host(engine: Engine, prompt: list[int]) -> list[list[int]]:
     """[length, guesses ...] of every step of an engine whose host makes guesses."""
-    proposer = engine._core.executor._run.__self__.speculation._proposer
+    proposer = engine._core.executor.run.__self__.speculation._proposer
     seen: list[list[int]] = []
     propose = proposer.propose
 

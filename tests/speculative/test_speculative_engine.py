@@ -74,7 +74,7 @@ def test_two_ranks_agree(target: Path, expected: dict[str, list[int]], options: 
 
 def proposals_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """Everything that a proposer proposes for prompts that run one after the other."""
-    proposer = engine._core.executor._run.__self__.speculation._proposer
+    proposer = engine._core.executor.run.__self__.speculation._proposer
     seen: list[list[int]] = []
     propose = proposer.propose
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -62,17 +63,21 @@ class Executor(Protocol):
 class ThreadExecutor:
     """Runs steps in a thread of this process, so that the host works while the device computes.
 
-    `run` computes one step. It is called in the thread only, in order; `start` runs there before the first step.
+    `run` computes one step. It is called in the thread only, in order; `start` runs there before the first step. The
+    thread ends with `close`, or when nobody holds the executor any more.
     """
 
     def __init__(self, run: Callable[[StepPlan], StepResult], start: Callable[[], None] | None = None) -> None:
-        self._run = run
-        self._start = start
+        self.run = run
+        """What computes a step."""
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._failure: ExecutorError | None = None
-        self._thread = threading.Thread(target=self._loop, name="executor", daemon=True)
+        # The thread must not hold the executor: it would keep a dropped engine, and its model, for ever.
+        work = (self._plans, self._results, run, start)
+        self._thread = threading.Thread(target=_run_steps, args=work, name="executor", daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._plans.put, None)
 
     def launch(self, plan: StepPlan) -> None:
         """Queue a step."""
@@ -97,14 +102,20 @@ class ThreadExecutor:
         self._plans.put(None)
         self._thread.join(timeout=30)
 
-    def _loop(self) -> None:
-        try:
-            if self._start is not None:
-                self._start()
-            while (plan := self._plans.get()) is not None:
-                self._results.put(self._run(plan))
-        except BaseException as error:  # every failure must reach the engine, or it would wait for ever
-            self._results.put(error)
+
+def _run_steps(
+    plans: queue.SimpleQueue[StepPlan | None],
+    results: queue.SimpleQueue[StepResult | BaseException],
+    run: Callable[[StepPlan], StepResult],
+    start: Callable[[], None] | None,
+) -> None:
+    try:
+        if start is not None:
+            start()
+        while (plan := plans.get()) is not None:
+            results.put(run(plan))
+    except BaseException as error:  # every failure must reach the engine, or it would wait for ever
+        results.put(error)
 
 
 class ScriptedExecutor:
