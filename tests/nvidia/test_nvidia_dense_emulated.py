@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,11 +41,11 @@ def build(
     folder: Path,
     name: str,
     changes: dict[str, tuple[str, str]] | None = None,
-    alone: bool = False,
+    **options: Any,
 ) -> tuple[steps.DenseStep, pack.DenseWeights]:
     """A ring of one or two units a warp: it comes round soon."""
     shape = SHAPES[name]
-    plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2, alone=alone)
+    plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2, **options)
     library = machine.build(machine.DENSE, plan.definitions(), folder, changes)
     monkeypatch.setattr(steps, "compile_cubin", lambda name, definitions: (b"", ""))
     run, cluster = machine.Machine(library), BLOCKS // shape.kv_heads
@@ -101,6 +102,37 @@ def test_the_kernel_is_right_on_a_cpu(
     built, weights = build(monkeypatch, tmp_path, name)
     assert distance(built, weights, [[333]], 16) < 1e-2
     assert distance(built, weights, [[5], [70, 71]], 1) < 1e-2
+
+
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "streamed": ("heads of 128", {"streamed": True}),
+    "streamed, all under way, nothing early": ("heads of 128", {"streamed": True, "under_way": 16, "early": False}),
+    "streamed, eager, two under way": ("heads of 64", {"streamed": True, "eager": True, "under_way": 2}),
+    "units wait for the sum of splits": ("heads of 128", {"units_wait": 1, "units_under_way": 1}),
+    "units wait for gate and up": ("heads of 64", {"units_wait": 2, "units_under_way": 1, "ahead_cycles": 100}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_several_rows_have_the_same_bits(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
+) -> None:
+    """As the default has, in logits and in all of the pools: requests of one row and of two, contexts of no tokens and of
+    more units than the ring holds."""
+    name, options = FORMS[form]
+    built, _ = build(monkeypatch, tmp_path, name)
+    other, _ = build(monkeypatch, tmp_path, name, **options)
+    for positions, page_size in (([[0], [70, 71]], 1), ([[5], [900, 901], [331], [13], [16]], 16)):
+        inputs, pools = make_case(built.plan.shape, positions, page_size, 5, "cpu")
+        found = []
+        for step in (built, other):
+            own = copy_pools(pools)
+            step.bind(own, page_size)
+            step.logits_RV.fill_(float("nan"))
+            logits = step.run(inputs, 1).clone()
+            step.check()
+            found.append([logits, *(pool for pair in own for pool in pair)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 SEVERAL = "if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;"

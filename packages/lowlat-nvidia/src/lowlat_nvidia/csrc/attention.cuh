@@ -6,6 +6,7 @@
 // neighbours.
 #pragma once
 #include "cache.cuh"
+#include "stream.cuh"
 
 constexpr int TILES_OUT = HEAD_DIM / 16;  // of 16 elements of the output
 constexpr int KEY_LOADS = HEAD_DIM / 32;  // 16-byte loads of a lane for 8 tokens
@@ -122,7 +123,7 @@ DEV void prepare_head(Context& c, const HeadNorms& norms, int item, float (&x)[E
   }
 }
 // Heads of q, k and v of all rows, a warp each. A warp asks for several at once: each would wait for the L2 by itself.
-DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool, u8* v_pool) {
+DEV void prepare_heads(Context& c, Stream& f, const HeadNorms& norms, int head, u8* k_pool, u8* v_pool) {
   constexpr int BATCH = (GROUP + 2) / 2;
   const int items = c.rows * (GROUP + 2);
   u32 coming[BATCH][EACH];
@@ -146,6 +147,7 @@ DEV void prepare_heads(Context& c, const HeadNorms& norms, int head, u8* k_pool,
 #pragma unroll
         for (int e = 0; e < EACH; e++) top = max(top, coming[j][e]);
       if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;
+      pump_rows(c, f);
       load(first);
     }
     float x[BATCH][EACH];
@@ -383,7 +385,7 @@ DEV void attend_row(Context& c, int row, u32 layer_unit) {
   store_attention(c, k.place[row] + mine, acc[0]);
 }
 // All rows. Of rows of which a warp has one unit, two go side by side where the ring holds both.
-DEV void attend_rows(Context& c, int layer, int head, int split, u32 layer_unit) {
+DEV void attend_rows(Context& c, Stream& f, int layer, int head, int split, u32 layer_unit) {
   constexpr bool PAIRS = UNITS >= 2 * WARPS && HEAD_DIM == 64;
   const Control& k = c.s.control;
   int joined = 0, waiting = -1;
@@ -406,6 +408,7 @@ DEV void attend_rows(Context& c, int layer, int head, int split, u32 layer_unit)
     }
     if (!brief) attend_row(c, row, layer_unit);
     stamp(c, layer, 12);
+    pump_rows(c, f);
     if (join) {
       publish_splits(c, joined, row, head, split);
       joined = row + 1;
@@ -413,14 +416,14 @@ DEV void attend_rows(Context& c, int layer, int head, int split, u32 layer_unit)
     stamp(c, layer, 13);
   }
 }
-DEV void attention(Context& c, int layer, Ahead& ahead) {
+DEV void attention(Context& c, Stream& f, int layer, Ahead& ahead) {
   const Control& k = c.s.control;
   const int head = c.block / SPLITS, split = c.block % SPLITS;
-  prepare_heads(c, ahead.norms, head, (u8*)k.pools[layer][0], (u8*)k.pools[layer][1]);
+  prepare_heads(c, f, ahead.norms, head, (u8*)k.pools[layer][0], (u8*)k.pools[layer][1]);
   block_sync();
   stamp(c, layer, 10);
   if (layer + 1 < LAYERS) load_head_norms(c, layer + 1, ahead.norms);
-  attend_rows(c, layer, head, split, ahead.unit);
+  attend_rows(c, f, layer, head, split, ahead.unit);
   ahead.unit += k.first_unit[c.rows];
   stamp(c, layer, 11);
 }
@@ -451,7 +454,7 @@ DEV u32 join_splits(uint4 v, float lse, int split) {
   return split == 0 ? bf_pair(x[0] * scale, x[1] * scale) : bf_pair(x[2] * scale, x[3] * scale);
 }
 // Sums the splits for this block's share of the head group: a lane per split, four elements a lane.
-DEV void combine(Context& c) {
+DEV void combine(Context& c, Stream& f) {
   constexpr int VECTORS = BLOCK_COMBINE / 4, SIDES = 32 / SPLITS;
   const int head = c.block / SPLITS, share = c.block % SPLITS, split = c.lane % SPLITS, at = head * SPLITS + split;
   const int items = c.rows * VECTORS;
@@ -472,7 +475,14 @@ DEV void combine(Context& c) {
     const bool active = index < items;
     const int d = share * BLOCK_COMBINE + index % VECTORS * 4;
     u32 polls = 0;
+#if STREAMED
+    while (__any_sync(~0u, active && (greatest(coming) == EMPTY || coming_lse == EMPTY)) && !give_up(c, polls, 3)) {
+      pump(c, f);
+      load(index);
+    }
+#else
     while (active && (greatest(coming) == EMPTY || coming_lse == EMPTY) && may_wait(c, polls, 3)) load(index);
+#endif
     const uint4 v = coming;
     const float lse = active ? __uint_as_float(coming_lse) : -1e30f;
     load(index + WARPS * SIDES);

@@ -28,14 +28,14 @@ DEV void clear_layer(Context& c, u32* layer, int rows) {
 #endif
 }
 
-DEV void project_qkv(Context& c, int layer, const u32* before) {
+DEV void project_qkv(Context& c, Stream& f, int layer, const u32* before) {
   constexpr int TILES = BLOCK_QKV / 8;
   const int head = c.block / SPLITS, share = c.block % SPLITS;
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
-    load_normed(c, before, W_OUT, W_OUT_SQUARE, a, 0);
+    load_normed(c, before, W_OUT, W_OUT_SQUARE, a, 0, [&] { pump_rows(c, f); });
     stamp(c, layer, 1);
   };
-  gemv<K_HIDDEN, TILES>(c, load, [&](int tile0, int tiles, const float* part) {
+  gemv_rows<K_HIDDEN, TILES>(c, f, load, [&](int tile0, int tiles, const float* part) {
 #pragma unroll 1
     for (int i = c.thread; i < tiles * 8 * c.rows; i += THREADS) {
       int row = i / (tiles * 8), n = i % (tiles * 8);
@@ -60,27 +60,30 @@ DEV void publish_residual(Context& c, int row, int n, int norm, float residual, 
 }
 // The residual of (row, output) stays with the thread that publishes it.
 template <int K>
-DEV void project_back(Context& c, int from, int to, int to_square, int norm, float& residual, int stage, int layer,
-                      int mark) {
+DEV void project_back(Context& c, Stream& f, int from, int to, int to_square, int norm, float& residual, int stage,
+                      int layer, int mark) {
   constexpr int CHUNK = chunk_of<K>;
   const int row = c.thread / BLOCK_HIDDEN, n = c.thread % BLOCK_HIDDEN;
   auto load = [&](int chunk, uint4(&a)[CHUNK]) {
-    load_pairs<K>(c, from, chunk, a, stage);
+    load_pairs<K>(c, from, chunk, a, stage, [&] { pump_rows(c, f); });
+#if UNITS_WAIT == 1
+    if (stage == 4 && c.thread == 0) c.s.progress = layer + 1;
+#endif
     if (chunk == 0) stamp(c, layer, mark);
   };
-  gemv<K, BLOCK_HIDDEN / 8>(c, load, [&](int, int, const float* part) {
+  gemv_rows<K, BLOCK_HIDDEN / 8>(c, f, load, [&](int, int, const float* part) {
     if (row < c.rows) residual += sum_partials(part, n / 8, row, n % 8);
     publish_residual(c, row, n, norm, residual, to, to_square);
   });
 }
 // A tile holds gate and up of four activations, alternating.
-DEV void gate_up(Context& c, int layer) {
+DEV void gate_up(Context& c, Stream& f, int layer) {
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
-    load_normed(c, c.now, W_MID, W_MID_SQUARE, a, 5);
+    load_normed(c, c.now, W_MID, W_MID_SQUARE, a, 5, [&] { pump_rows(c, f); });
     if (c.thread == 0) c.s.progress = layer + 1;
     stamp(c, layer, 9);
   };
-  gemv<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, load, [&](int tile0, int tiles, const float* part) {
+  gemv_rows<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, f, load, [&](int tile0, int tiles, const float* part) {
 #pragma unroll 1
     for (int i = c.thread; i < tiles * 2 * c.rows; i += THREADS) {
       const int row = i / (tiles * 2), pair = i % (tiles * 2);
@@ -218,10 +221,10 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   Held h;
 #endif
   Stream f;
-  if constexpr (ONE) {
+  if constexpr (ONE || STREAMED) {
     begin_stream(c, f);
 #if FOLD
-    fold_stream(c, f);
+    if constexpr (ONE) fold_stream(c, f);
 #endif
     while (f.room) ask_page(c, f);
   } else {
@@ -263,20 +266,20 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
           stamp(c, layer, 1);
         }, nothing);
       else
-        project_qkv(c, layer, before);
+        project_qkv(c, f, layer, before);
     }
     stamp(c, layer, 2);
     recompute(c);
-    if (runs(p, 2)) ONE ? attention_one(c, f, layer, ahead) : attention(c, layer, ahead);
+    if (runs(p, 2)) ONE ? attention_one(c, f, layer, ahead) : attention(c, f, layer, ahead);
     stamp(c, layer, 3);
     recompute(c);
-    if (runs(p, 3)) ONE ? combine_one(c, f) : combine(c);
+    if (runs(p, 3)) ONE ? combine_one(c, f) : combine(c, f);
     stamp(c, layer, 4);
     recompute(c);
     hold_residual(p, 2 * layer, row, block * BLOCK_HIDDEN + n, residual);
     if (runs(p, 4)) {
       if constexpr (ONE) project_back_one<K_QDIM>(c, f, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
-      else project_back<K_QDIM>(c, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
+      else project_back<K_QDIM>(c, f, W_ATTN, W_MID, W_MID_SQUARE, 2 * layer + 1, residual, 4, layer, 5);
     }
     stamp(c, layer, 6);
     recompute(c);
@@ -288,7 +291,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
           stamp(c, layer, 9);
         }, nothing);
       else
-        gate_up(c, layer);
+        gate_up(c, f, layer);
     }
     stamp(c, layer, 7);
     if (!alone(p)) clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
@@ -296,12 +299,12 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     hold_residual(p, 2 * layer + 1, row, block * BLOCK_HIDDEN + n, residual);
     if (runs(p, 6)) {
       if constexpr (ONE) project_back_one<K_INTER>(c, f, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
-      else project_back<K_INTER>(c, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
+      else project_back<K_INTER>(c, f, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
     }
   }
   if (!alone(p)) clear_layer(c, other + (long)LAYERS * LAYER_WORDS, last_rows);
   stamp(c, LAYERS, 0);
-  if constexpr (ONE)
+  if constexpr (ONE || STREAMED)
     while (f.room) ask_page(c, f);
   if (runs(p, 7)) project_logits(c, [&](int, uint4(&a)[K_HIDDEN]) {
 #if FOLD
@@ -313,7 +316,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
       return;
     }
 #endif
-    load_normed(c, c.now, W_OUT, W_OUT_SQUARE, a, 7);
+    load_normed(c, c.now, W_OUT, W_OUT_SQUARE, a, 7, nothing);
   });
   stamp(c, LAYERS, 1);
   __threadfence();

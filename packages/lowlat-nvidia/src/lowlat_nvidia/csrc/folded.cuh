@@ -175,9 +175,9 @@ DEV void project_head(Context& c, Stream& f, int layer) {
   };
 #pragma unroll
   for (int tile = 0; tile < WIDE; tile++) {
-    const float2 d = wide.multiply(c, f, a, tile + 1 < WIDE);
+    const float4 d = wide.multiply(c, f, a, tile + 1 < WIDE);
     give(d.x, tile * 16);
-    give(d.y, tile * 16 + 8);
+    give(d.z, tile * 16 + 8);
   }
   if constexpr (BLOCK_HIDDEN / 8 % 2) give(narrow.multiply(c, f, a, false).x, BLOCK_HIDDEN - 8);
 }

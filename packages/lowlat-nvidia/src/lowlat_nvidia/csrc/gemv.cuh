@@ -104,18 +104,27 @@ DEV void wait_barrier(Context& c, u32 barrier, u32 phase, int stage) {
 }
 DEV u32 greatest(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
 
+DEV u32 least(uint4 v) { return min(min(v.x, v.y), min(v.z, v.w)); }
+DEV void nothing() {}
 // Loads N published vectors, `step` words apart, and one more from `extra_at`, which is published last; inactive lanes
-// get zeros. All lanes of the warp call it.
-template <int N>
+// get zeros. All lanes of the warp call it; `idle()` is done between polls.
+template <int N, class Idle>
 DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool active, uint4 (&v)[N], uint4& extra,
-                int stage) {
+                int stage, Idle idle) {
   u32 polls = 0;
   const uint4 none = make_uint4(0, 0, 0, 0);
   // Polling all of several rows crowds the L2, and what is published queues behind the polls: one vector of the last row tells
-  // that the data is about to be there.
+  // that the data is about to be there. With EAGER any word of it does.
+  const bool last = c.g == c.rows - 1;
   bool waiting = true;
-  while (waiting && __any_sync(~0u, c.g == c.rows - 1 && greatest(load_exchange(extra_at)) == EMPTY))
+#if EAGER
+  while (waiting && !__any_sync(~0u, last && least(load_exchange(extra_at)) != EMPTY)) {
+#else
+  while (waiting && __any_sync(~0u, last && greatest(load_exchange(extra_at)) == EMPTY)) {
+#endif
+    idle();
     waiting = __all_sync(~0u, may_wait(c, polls, stage));
+  }
   while (true) {
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = active ? load_exchange(base + i * step) : none;
@@ -299,20 +308,22 @@ DEV float inverse_rms(Context& c, int row) {
   return rsqrtf(sum * (1.f / HIDDEN) + c.p.eps);
 }
 // Inputs that were published as bfloat16 pairs: attention output or activations.
-template <int K, int CHUNK>
-DEV void load_pairs(Context& c, int word, int chunk, uint4 (&a)[CHUNK], int stage) {
+template <int K, int CHUNK, class Idle>
+DEV void load_pairs(Context& c, int word, int chunk, uint4 (&a)[CHUNK], int stage, Idle idle) {
   const u32* x = c.now + copy_of(c, c.g) * ROW_WORDS + word + ((c.warp * K + chunk * CHUNK) * 32 + c.q * 8) / 2;
   uint4 last;
-  gather<CHUNK>(c, x, 16, x + (CHUNK - 1) * 16, c.g < c.rows, a, last, stage);
+  gather<CHUNK>(c, x, 16, x + (CHUNK - 1) * 16, c.g < c.rows, a, last, stage, idle);
 }
 // The residual times its norm, with the blocks' sums of squares (the 1 / rms is applied to the products).
-DEV void load_normed(Context& c, const u32* words, int word, int square_word, uint4 (&a)[K_HIDDEN], int stage) {
+template <class Idle>
+DEV void load_normed(Context& c, const u32* words, int word, int square_word, uint4 (&a)[K_HIDDEN], int stage, Idle idle) {
   const u32* row = words + copy_of(c, c.g) * ROW_WORDS;
   const u32* x = row + word + (c.warp * K_HIDDEN * 32 + c.q * 8) / 2;
   uint4 s;
   constexpr int LANES = BLOCKS / WARPS / 4;  // lanes that share a row's sums of squares: 4, or 1 of a small grid
   static_assert(LANES == 4 || LANES == 1, "");
-  gather<K_HIDDEN>(c, x, 16, row + square_word + c.warp * (BLOCKS / WARPS) + c.q % LANES * 4, c.g < c.rows, a, s, stage);
+  gather<K_HIDDEN>(c, x, 16, row + square_word + c.warp * (BLOCKS / WARPS) + c.q % LANES * 4, c.g < c.rows, a, s, stage,
+                   idle);
   const float sum = (__uint_as_float(s.x) + __uint_as_float(s.y)) + (__uint_as_float(s.z) + __uint_as_float(s.w));
   store_square(c, c.q < LANES ? sum : 0.f);
 }

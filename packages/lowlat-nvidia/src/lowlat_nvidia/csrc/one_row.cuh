@@ -7,8 +7,6 @@
 
 // ---- inputs
 
-DEV u32 least(uint4 v) { return min(min(v.x, v.y), min(v.z, v.w)); }
-
 // Loads N published vectors and one more from `extra_at`; lanes beyond the first four get zeros. Until anything is
 // there only the last vector is polled, so that polls do not crowd the L2; then all of it.
 template <int N>
@@ -58,7 +56,6 @@ DEV void publish_one(Context& c, int word, u32 value) {
 
 // ---- stages
 
-DEV void nothing() {}
 template <class Load, class Late>
 DEV void project_qkv_one(Context& c, Stream& f, int layer, Load load, Late late) {
   constexpr int TILES = BLOCK_QKV / 8;

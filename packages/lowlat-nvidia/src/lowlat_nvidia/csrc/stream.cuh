@@ -1,4 +1,5 @@
-// Weights of a step of one row: pages on their way, and products of one stage with the bits of `gemv`.
+// Weights of a step of one row, and of several where STREAMED: pages on their way, and products of one stage with the bits
+// of `gemv`.
 #pragma once
 #include "gemv.cuh"
 
@@ -125,8 +126,8 @@ template <int PAGES>
 constexpr int at_once = dividing<PAGES, (8 / PAGE_FRAGMENTS < UNDER_WAY ? 8 / PAGE_FRAGMENTS : UNDER_WAY)>;
 
 // Fragments of a stage, in the groups in which they are taken: a tile of 16 outputs, or of the 8 that are left over.
-// Products have the bits of `multiply_wide` and `multiply_narrow`, of row 0, in lanes with q = 0.
-template <int CHUNK, bool WIDE>
+// Products have the bits of `multiply_wide` and `multiply_narrow`.
+template <int CHUNK, bool WIDE, bool SOON = EARLY>
 struct Tile {
   static constexpr int FRAGMENTS = (WIDE ? 2 : 1) * CHUNK, PAGES = at_once<FRAGMENTS / PAGE_FRAGMENTS>;
   static constexpr int COUNT = PAGES * PAGE_FRAGMENTS, GROUPS = FRAGMENTS / COUNT;
@@ -137,11 +138,12 @@ struct Tile {
 
   // Takes the next group if it is there.
   DEV_MEMBER void take_early(Context& c, Stream& f) {
-    taken = EARLY && pages_there<PAGES>(c);
+    taken = SOON && pages_there<PAGES>(c);
     if (taken) load_pages<PAGES>(c, f, w);
   }
-  // Outputs g and g + 8 of a wide tile, or g. `more`: another such tile follows at once.
-  DEV_MEMBER float2 multiply(Context& c, Stream& f, const uint4 (&a)[CHUNK], bool more) {
+  // Output g of rows 2q and 2q + 1 in x and y; of a wide tile output g + 8 in z and w. `more`: another such tile follows at
+  // once.
+  DEV_MEMBER float4 multiply(Context& c, Stream& f, const uint4 (&a)[CHUNK], bool more) {
     float sum[4][4] = {};
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
@@ -165,15 +167,23 @@ struct Tile {
       if (group + 1 < GROUPS || more) take_early(c, f);
       if (ASK_EACH || group + 1 == GROUPS) ask_pages(c, f);
     }
-    if (WIDE)
-      return make_float2(0.f + ((sum[0][0] + sum[1][0]) + (sum[2][0] + sum[3][0])),
-                         0.f + ((sum[0][2] + sum[1][2]) + (sum[2][2] + sum[3][2])));
-    return make_float2(0.f + ((sum[0][0] + sum[1][0]) + (sum[2][2] + sum[3][2])), 0.f);
+    float d[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      d[j] = WIDE    ? 0.f + ((sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]))
+             : j < 2 ? 0.f + ((sum[0][j] + sum[1][j]) + (sum[2][2 + j] + sum[3][2 + j]))
+                     : 0.f;
+    return make_float4(d[0], d[1], d[2], d[3]);
   }
 };
-// Partial sums of one row: [warp][64 outputs].
-DEV void store_one(Context& c, int tile, float x) {
-  if (c.q == 0) part_now(c)[c.warp * 64 + tile * 8 + c.g] = x;
+// Partial sums of one row: [warp][64 outputs]; of several as `gemv` stores them.
+template <bool ONE>
+DEV void store_sums(Context& c, int tile, float first, float second) {
+  if constexpr (ONE) {
+    if (c.q == 0) part_now(c)[c.warp * 64 + tile * 8 + c.g] = first;
+  } else {
+    store_partial(c, tile, first, second);
+  }
 }
 DEV float sum_one(const float* part, int n) {
   float sum = 0.f;
@@ -181,13 +191,15 @@ DEV float sum_one(const float* part, int n) {
   for (int w = 0; w < WARPS; w++) sum += part[w * 64 + n];
   return sum;
 }
+DEV void add(float4& sum, float4 x) { sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w; }
 // One stage, as `gemv`. `load(chunk, a)` gathers inputs; `late()` is done behind the products, and before the sums.
-template <int K, int TILES, class Load, class Late, class Finish>
+template <int K, int TILES, bool ONE = true, class Load, class Late, class Finish>
 DEV void gemv_one(Context& c, Stream& f, Load load, Late late, Finish finish) {
   constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2;
   uint4 a[CHUNK];
-  Tile<CHUNK, true> wide;
-  Tile<CHUNK, false> narrow;
+  constexpr bool SOON = EARLY && (ONE || K <= 4);  // of several rows there are registers for few inputs beside
+  Tile<CHUNK, true, SOON> wide;
+  Tile<CHUNK, false, SOON> narrow;
   narrow.taken = false;
   if constexpr (WIDE > 0) wide.take_early(c, f);
   else narrow.take_early(c, f);
@@ -199,13 +211,16 @@ DEV void gemv_one(Context& c, Stream& f, Load load, Late late, Finish finish) {
       if constexpr (WIDE > 0) {
 #pragma unroll 1
         for (int tile = 0; tile < tiles - 1; tile += 2) {
-          const float2 d = wide.multiply(c, f, a, tile + 2 < tiles - 1);
-          store_one(c, tile, d.x);
-          store_one(c, tile + 1, d.y);
+          const float4 d = wide.multiply(c, f, a, tile + 2 < tiles - 1);
+          store_sums<ONE>(c, tile, d.x, d.y);
+          store_sums<ONE>(c, tile + 1, d.z, d.w);
         }
       }
       if constexpr (TILES % 2)
-        if (tile0 + 8 >= TILES) store_one(c, tiles - 1, narrow.multiply(c, f, a, false).x);
+        if (tile0 + 8 >= TILES) {
+          const float4 d = narrow.multiply(c, f, a, false);
+          store_sums<ONE>(c, tiles - 1, d.x, d.y);
+        }
       if (tile0 == 0) late();
       block_sync();
       finish(tile0, tiles, part_now(c));
@@ -213,27 +228,39 @@ DEV void gemv_one(Context& c, Stream& f, Load load, Late late, Finish finish) {
     }
   } else {
     static_assert(TILES <= 8, "");
-    float d[WIDE + 1][2] = {}, last = 0.f;
+    float4 d[WIDE + 1] = {};  // the last of a narrow tile
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       load(chunk, a);
 #pragma unroll
       for (int tile = 0; tile < WIDE; tile++) {
-        const float2 x = wide.multiply(c, f, a, tile + 1 < WIDE);
-        d[tile][0] += x.x;
-        d[tile][1] += x.y;
+        add(d[tile], wide.multiply(c, f, a, tile + 1 < WIDE));
       }
-      if constexpr (TILES % 2) last += narrow.multiply(c, f, a, false).x;
+      if constexpr (TILES % 2) add(d[WIDE], narrow.multiply(c, f, a, false));
     }
 #pragma unroll
     for (int tile = 0; tile < WIDE; tile++) {
-      store_one(c, 2 * tile, d[tile][0]);
-      store_one(c, 2 * tile + 1, d[tile][1]);
+      store_sums<ONE>(c, 2 * tile, d[tile].x, d[tile].y);
+      store_sums<ONE>(c, 2 * tile + 1, d[tile].z, d[tile].w);
     }
-    if constexpr (TILES % 2) store_one(c, TILES - 1, last);
+    if constexpr (TILES % 2) store_sums<ONE>(c, TILES - 1, d[WIDE].x, d[WIDE].y);
     late();
     block_sync();
     finish(0, TILES, part_now(c));
     c.part_parity ^= 1;
   }
+}
+// One stage of several rows, and what their warps do between polls.
+template <int K, int TILES, class Load, class Finish>
+DEV void gemv_rows(Context& c, Stream& f, Load load, Finish finish) {
+#if STREAMED
+  gemv_one<K, TILES, false>(c, f, load, nothing, finish);
+#else
+  gemv<K, TILES>(c, load, finish);
+#endif
+}
+DEV void pump_rows(Context& c, Stream& f) {
+#if STREAMED
+  pump(c, f);
+#endif
 }

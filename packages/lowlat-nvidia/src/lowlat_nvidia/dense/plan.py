@@ -147,6 +147,11 @@ class DensePlan:
     a stage that streams most. `plain_copies` is for tools that watch every access, `alone` runs stages one
     by one (`dense.alone`).
 
+    Of steps of several rows: with `streamed` their weights are asked for as one row's are (`under_way`, `early`); with
+    `eager` all words are polled as soon as any is there; a copying warp has at most `units_under_way` units on their way
+    (0: what fits), and units come into the L2 at most one in `ahead_cycles` for each of the four; with `units_wait` a layer's
+    units are asked for when the layer before has summed its splits (1) or begun gate and up (2), not at once.
+
     Of steps of one row: a warp asks for `under_way` pages of weights at once; with `early` a stage's first pages are in
     registers before its inputs are there; with `fold` the output projection is computed by KV heads and every block
     holds the residual, which is one exchange a layer less, and more to read. None: as measured.
@@ -161,6 +166,11 @@ class DensePlan:
     under_way: int | None = None
     early: bool | None = None
     fold: bool | None = None
+    streamed: bool = False
+    eager: bool = False
+    units_under_way: int = 0
+    ahead_cycles: int = 0
+    units_wait: int = 0
     idle_ns: int = 20
     paced: bool = True
     plain_copies: bool = False
@@ -283,6 +293,11 @@ class DensePlan:
             "UNDER_WAY": min(self.under_way or (4 if self._narrow else MAX_PAGES), self.ring_pages),
             "EARLY": int(self._narrow if self.early is None else self.early),
             "FOLD": int(self.folded),
+            "STREAMED": int(self.streamed),
+            "EAGER": int(self.eager),
+            "UNITS_UNDER_WAY": self.units_under_way,
+            "AHEAD_CYCLES": self.ahead_cycles,
+            "UNITS_WAIT": self.units_wait,
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),
