@@ -1,8 +1,11 @@
 """A decode step of dense models: the persistent kernel beside plain and compiled PyTorch in CUDA graphs, in one run.
 
     python benchmarks/dense_step_arms.py --out result.json --commit $(git rev-parse HEAD)
+    python benchmarks/dense_step_arms.py --forms --out forms.json --commit $(git rev-parse HEAD)
 
-Needs one Hopper GPU. The file is written again after every model, so that an interrupted run keeps what it has.
+With --forms the arms are forms of the kernel that its plan can choose, at 1, 2, 4 and 8 rows, and at the end it says
+which was the fastest where. Needs one Hopper GPU. The file is written again after every arm, so that an interrupted run
+keeps what it has.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("LOWLAT_CACHE", "/tmp/lowlat-cubins")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/lowlat-nvidia/src"))
@@ -39,6 +44,23 @@ from lowlat_nvidia.dense.step import DenseStep, StepTensors
 from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
+SEVERAL: tuple[dict[str, Any], ...] = (
+    {"streamed": True},
+    {"streamed": True, "eager": True},
+    {"units_wait": 1},
+    {"units_wait": 2},
+    {"units_under_way": 1},
+    {"ahead": 24, "ahead_cycles": 4000},
+    {"streamed": True, "eager": True, "units_wait": 1},
+    {"streamed": True, "eager": True, "units_under_way": 1},
+    {"streamed": True, "eager": True, "ahead": 24, "ahead_cycles": 4000},
+)
+FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "qwen3-0.6b": (*SEVERAL, {"streamed": True, "under_way": 3}, {"streamed": True, "under_way": 6}),
+    "llama-1b": (*SEVERAL, {"ahead": 16, "ahead_cycles": 8000}),
+    "qwen3-8b": (*SEVERAL, {"ahead": 16}, {"ahead": 64}, {"ahead": 64, "ahead_cycles": 4000}),
+}
+"""Of each model, options of plans to compare with the default. They leave packed weights as they are."""
 
 
 class _Reading(ctypes.Structure):
@@ -84,10 +106,34 @@ def sample(arms: dict[str, Arm], rounds: int, warm_seconds: float = 0.3) -> dict
 
 def with_plan(built: DenseStep, plan: plans.DensePlan) -> DenseStep:
     """Another kernel on the same packed weights and buffers."""
+    if plan.page_fragments != built.plan.page_fragments:
+        raise ValueError(f"{plan} wants weights in pages of {plan.page_fragments} fragments; they are packed otherwise")
     other = copy.copy(built)
     other.plan = plan
     other.function = Function(compile_cubin("dense_step.cu", plan.definitions())[0], "dense_step", plan.shared_bytes())
     return other
+
+
+def forms_of(built: DenseStep, choices: Sequence[dict[str, Any]]) -> dict[str, DenseStep]:
+    """The default, and a kernel for each choice of options; all are compiled side by side."""
+    made = {"lowlat-nvidia": built.plan}
+    for options in choices:
+        label = ", ".join(["lowlat-nvidia", *(f"{key} {value}" for key, value in options.items())])
+        made[label] = dataclasses.replace(built.plan, **options)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda plan: compile_cubin("dense_step.cu", plan.definitions()), made.values()))
+    return {label: built if plan is built.plan else with_plan(built, plan) for label, plan in made.items()}
+
+
+def check_forms(builds: dict[str, DenseStep], inputs: StepTensors) -> None:
+    """Raises unless all forms compute the same bits; a form that is fast and wrong is not an arm."""
+    expected = builds["lowlat-nvidia"].run(inputs).clone()
+    for label, other in builds.items():
+        for _ in range(5):
+            other.logits_RV.fill_(float("nan"))
+            if not torch.equal(other.run(inputs), expected):
+                raise AssertionError(f"{label} has other bits than the default at {len(expected)} rows")
+        other.check()
 
 
 def check_rows(built: DenseStep, inputs: StepTensors) -> None:
@@ -196,6 +242,41 @@ class Report:
         self.path.write_text(json.dumps(self.body, indent=1) + "\n")
 
 
+def fastest(times: dict[str, list[float]]) -> str:
+    """The arm of the smallest median, and what it is of the default's; "undecided" where their intervals meet."""
+    best = min(times, key=lambda label: median_interval(times[label])[0])
+    middle, low, high = median_interval(times["lowlat-nvidia"])
+    value, least, most = median_interval(times[best])
+    if best == "lowlat-nvidia":
+        return f"the default, {middle:.1f} us"
+    word = "" if most < low else " (undecided: the intervals meet)"
+    return f"{best}: {value:.1f} us [{least:.1f}, {most:.1f}], the default {middle:.1f} [{low:.1f}, {high:.1f}]{word}"
+
+
+def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
+    """All forms at 1, 2, 4 and 8 rows of context 1,024, compared bit for bit first; what was fastest at each."""
+    shape, builds, verdicts = built.plan.shape, forms_of(built, FORMS[name]), []
+    one = 0.0
+    for rows in (1, 2, 4, 8):
+        inputs, pools = make_case(shape, [[1023]] * rows, 16, 3)
+        for other in builds.values():
+            other.bind(pools, 16)
+        check_forms(builds, inputs)
+        arms: dict[str, Arm] = {
+            label: lambda other=other, inputs=inputs: other.run(inputs)  # type: ignore[misc]
+            for label, other in builds.items()
+        }
+        times = sample(arms, 30, 0.2)
+        built.check()
+        size = shape.weight_bytes() + rows * shape.kv_bytes(1024)
+        for arm, values in times.items():
+            report.add(name, arm, rows, 1024, size, values)
+        least = min(median_interval(values)[0] for values in times.values())
+        one = one or least
+        verdicts.append(f"{name}, {rows} rows ({least / one:.2f} of one): {fastest(times)}")
+    return verdicts
+
+
 def say(workload: str, arm: str, rows: int, context: int, size: int, values: list[float]) -> None:
     print(f"{workload} {arm} rows {rows} context {context}: {sorted(values)[len(values) // 2]:.1f} us", flush=True)
 
@@ -210,11 +291,13 @@ def main() -> None:
     parser.add_argument(
         "--also", type=json.loads, default={}, help="models' lists of plan options to compare, JSON; not written down"
     )
+    parser.add_argument("--forms", action="store_true", help="time forms of the kernel; say which is fastest")
     parser.add_argument("--seconds", type=float, default=1e9, help="compile nothing more after this long")
     args = parser.parse_args()
     begin = time.time()
     report = Report(args.out, args.commit, args.tree, read_ceiling())
     print(f"read ceiling {report.ceiling / 1e12:.3f} TB/s", flush=True)
+    verdicts: list[str] = []
     for name in args.models.split(","):
         shape = plans.PRESETS[name]
         weights = reference.random_weights(shape, 1, "cuda")
@@ -226,11 +309,13 @@ def main() -> None:
         for positions in ([[1023]], [[31], [900, 901]]):
             error, _ = check_case(built, weights, positions, 16, 5)
             print(f"{name} {positions}: relative error {error:.2e}", flush=True)
+        if args.forms:
+            verdicts += time_forms(report, name, built)
+            del built, weights
+            torch.cuda.empty_cache()
+            continue
         inputs, pools = make_case(shape, [[1023]], 16, 3)
-        builds = {"lowlat-nvidia": built}
-        for options in args.also.get(name, []):
-            label = ", ".join(["lowlat-nvidia", *(f"{key} {value}" for key, value in options.items())])
-            builds[label] = with_plan(built, dataclasses.replace(built.plan, **options))
+        builds = forms_of(built, args.also.get(name, []))
         for other in builds.values():
             other.bind(pools, 16)
         step, token = torch_step(shape, weights, 1024)
@@ -267,6 +352,7 @@ def main() -> None:
         del arms, built, builds, other, weights, step, inputs, pools
         torch.compiler.reset()
         torch.cuda.empty_cache()
+    print("\n".join(verdicts))
 
 
 if __name__ == "__main__":

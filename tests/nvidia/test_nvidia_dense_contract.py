@@ -15,7 +15,7 @@ import torch
 from lowlat_nvidia.dense import kernel as kernel_module
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense.example import CONFIG, small_qwen3
-from lowlat_nvidia.dense.kernel import DenseKernel, read_weights, scratch_elements
+from lowlat_nvidia.dense.kernel import DenseKernel, read_weights, scratch_elements, shadow_limits
 from lowlat_nvidia.dense.reference import reference_step
 from lowlat_nvidia.dense.rotary import frequencies
 from lowlat_nvidia.dense.rows import rows_of
@@ -53,6 +53,33 @@ class StandIn:
         logits = reference_step(self.plan.shape, self.weights, self.rotary, self.pools, self.page_size, step)
         self.next_token_R[: len(logits)] = logits.argmax(-1)
         return logits if step.logits_RV is None else step.logits_RV.copy_(logits)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "output", "general", "kernel", "between"),
+    [
+        (1024, 3, "logits", 1.13e-2, 5.8e-3, 1.27e-2),
+        (1024, 3, "kv", 1.55e-2, 9.0e-3, 1.89e-2),
+        (1024, 28, "logits", 1.5e-2, 4.7e-3, 1.6e-2),
+        (1024, 28, "kv", 3.1e-2, 1.2e-2, 3.3e-2),
+        (2048, 2, "logits", 1.30e-2, 7.6e-3, 1.34e-2),
+        (2048, 6, "logits", 1.96e-2, 9.8e-3, 2.25e-2),
+        (2048, 6, "kv", 2.57e-2, 1.46e-2, 3.19e-2),
+        (2048, 16, "logits", 2.9e-2, 1.5e-2, 3.3e-2),
+        (2048, 16, "kv", 4.5e-2, 2.3e-2, 5.4e-2),
+        (4096, 2, "logits", 1.51e-2, 7.3e-3, 1.45e-2),
+        (4096, 2, "kv", 1.66e-2, 9.3e-3, 2.02e-2),
+        (4096, 36, "logits", 5.9e-2, 2.5e-2, 6.1e-2),
+        (4096, 36, "kv", 9.0e-2, 4.0e-2, 9.9e-2),
+    ],
+)
+def test_bounds_are_no_wider_than_both_paths_are_off(
+    hidden: int, layers: int, output: str, general: float, kernel: float, between: float
+) -> None:
+    """The figures are measured (docs/kernels/dense.md): distances of both from float32, and from each other."""
+    limit = shadow_limits(dataclasses.replace(plans.QWEN3_8B, hidden=hidden, layers=layers))[output]
+    assert between < limit <= general + kernel
+    assert limit <= DENSE.numerics.bounds[output].limit
 
 
 class Host(ReferenceHost):

@@ -5,6 +5,7 @@ words arrive late and in random order. Finds wrong indices, missing waits and de
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,23 @@ import pytest
 import torch
 from emulator import machine
 
+from lowlat.bench.presets import DenseShape as BenchShape
+from lowlat.bench.random_checkpoint import RandomCheckpoint
 from lowlat_nvidia.dense import alone as alones
 from lowlat_nvidia.dense import pack, reference
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import schedule as schedules
 from lowlat_nvidia.dense import step as steps
 from lowlat_nvidia.dense.cases import copy_pools, make_case, one_row
+from lowlat_nvidia.dense.kernel import read_weights, shadow_limits
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 from lowlat_nvidia.dense.rows import rows_of
+from lowlat_nvidia.specs import DENSE
+from lowlat_plugin import Mode
+from lowlat_plugin.conformance import Case, ReferenceHost
+from lowlat_plugin.kernel import Workspace
+from lowlat_plugin.shadow import Shadow
+from lowlat_plugin.steps import Shape
 
 pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x86-64")
 BLOCKS = 32
@@ -39,12 +49,13 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 def build(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    name: str,
+    shape: str | plans.DenseShape,
+    weights: pack.DenseWeights | None = None,
     changes: dict[str, tuple[str, str]] | None = None,
     **options: Any,
 ) -> tuple[steps.DenseStep, pack.DenseWeights]:
-    """A ring of one or two units a warp: it comes round soon."""
-    shape = SHAPES[name]
+    """A ring of one or two units a warp: it comes round soon. Weights are random unless they are given."""
+    shape = SHAPES[shape] if isinstance(shape, str) else shape
     plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2, **options)
     library = machine.build(machine.DENSE, plan.definitions(), folder, changes)
     monkeypatch.setattr(steps, "compile_cubin", lambda name, definitions: (b"", ""))
@@ -52,32 +63,52 @@ def build(
     monkeypatch.setattr(
         steps, "Function", lambda cubin, name, shared: machine.EmulatedFunction(run, 0, cluster, shared)
     )
-    weights = reference.random_weights(shape, 3, "cpu")
+    weights = weights or reference.random_weights(shape, 3, "cpu")
     rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 7000, "cpu")
     return steps.DenseStep(plan, weights, rotary, "cpu"), weights
 
 
-def test_stages_of_one_row(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each is what its interpretation says, and alone publishes the same bits and nothing else."""
+@pytest.mark.parametrize(
+    ("positions", "page_size", "options"),
+    [([[333]], 16, {}), ([[70, 71], [5]], 1, {"streamed": True, "eager": True})],
+    ids=["one row", "several, streamed"],
+)
+def test_stages(
+    small_grid: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    positions: list[list[int]],
+    page_size: int,
+    options: dict[str, Any],
+) -> None:
+    """Each is what its interpretation says, and alone publishes the same bits and nothing else; one wrong element is
+    found in its stage."""
     for module in (alones, schedules):
         monkeypatch.setattr(module, "BLOCKS", BLOCKS)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=1))
-    built, weights = build(monkeypatch, tmp_path, "heads of 64", alone=True)
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", alone=True, **options)
+    alone, rows = alones.AloneSteps(built), sum(map(len, positions))
     assert built.plan.folded
-    alone = alones.AloneSteps(built)
-    inputs, pools = make_case(built.plan.shape, [[333]], 16, 5, "cpu")
-    built.bind(pools, 16)
-    words_W, logits_RV = alone.whole(inputs)
-    rows = rows_of(inputs)
-    schedule = schedules.Schedule(built.plan, weights, built.rotary, pools, 16, rows, words_W)
-    assert not schedule.faults(logits_RV)
-    for stage in alone.outputs(1):
+    inputs, pools = make_case(built.plan.shape, positions, page_size, 5, "cpu")
+    built.bind(pools, page_size)
+
+    def faults(plant: int) -> tuple[list[schedules.Fault], torch.Tensor, torch.Tensor]:
+        words_W, logits_RV = alone.whole(inputs, plant)
+        schedule = schedules.Schedule(built.plan, weights, built.rotary, pools, page_size, rows_of(inputs), words_W)
+        return schedule.faults(logits_RV), words_W, logits_RV
+
+    found, words_W, logits_RV = faults(alones.NOWHERE)
+    assert not found
+    for stage in alone.outputs(rows):
         alone_W, alone_RV = alone.one(inputs, stage, int(stage == schedules.LOGITS), words_W)
-        places = alone.places(stage, 0, 1)
+        places = alone.places(stage, 0, rows)
         assert torch.equal(alone_W[places], words_W[places]), schedules.NAMES[stage]
         alone_W[places] = schedules.EMPTY
         assert bool((alone_W == schedules.EMPTY).all()), schedules.NAMES[stage]
         assert torch.equal(alone_RV, logits_RV) == (stage == schedules.LOGITS)
+    greatest = int(alone.words.read(words_W, 0, rows - 1, "qkv").abs().argmax())
+    (fault,) = faults(alone.words.place(0, rows - 1, "qkv") + greatest)[0]
+    assert (fault.stage, fault.row, fault.name, fault.element) == ("q, k and v", rows - 1, "qkv", greatest)
 
 
 def distance(built: steps.DenseStep, weights: pack.DenseWeights, positions: list[list[int]], page_size: int) -> float:
@@ -117,8 +148,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_forms_of_several_rows_have_the_same_bits(
     small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
 ) -> None:
-    """As the default has, in logits and in all of the pools: requests of one row and of two, contexts of no tokens and of
-    more units than the ring holds."""
+    """As the default has, in logits and in all of the pools: requests of one row and of two, contexts of no tokens and
+    of more units than the ring holds."""
     name, options = FORMS[form]
     built, _ = build(monkeypatch, tmp_path, name)
     other, _ = build(monkeypatch, tmp_path, name, **options)
@@ -153,7 +184,7 @@ def test_a_wait_that_is_left_out_shows(
     instead: str,
     positions: list[list[int]],
 ) -> None:
-    built, weights = build(monkeypatch, tmp_path, "heads of 64", {file: (wait, instead)})
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", changes={file: (wait, instead)})
     assert not distance(built, weights, positions, 16) < 1e-2
 
 
@@ -170,6 +201,51 @@ def test_a_place_of_the_ring_that_two_warps_read_shows(
 ) -> None:
     """A warp that is ahead takes the round before for the one that it waits for."""
     own, shared = "(c.warp - layer_unit - c.s.control.first_unit[row]) % WARPS", "(c.warp + 4 * row) % WARPS"
-    built, weights = build(monkeypatch, tmp_path, "heads of 128", {"attention.cuh": (own, shared)})
+    built, weights = build(monkeypatch, tmp_path, "heads of 128", changes={"attention.cuh": (own, shared)})
     with contextlib.suppress(RuntimeError):  # where barriers are told too often, or nothing goes on
         assert not distance(built, weights, [[3000], [6500], [700], [1100, 1101]], 16) < 1e-2
+
+
+def test_roundings_are_fewer_than_the_general_path_s_at_every_width(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On the steps of the start's check: the kernel is nearer to float32 than the general path in bfloat16, no farther
+    with more rows, and the two are within the bound of each other."""
+    small = BenchShape(
+        name="small", layers=3, hidden=512, heads=4, kv_heads=2, head_dim=128, intermediate=512, vocab=300,
+        qk_norm=True, tied=True, architecture="Qwen3ForCausalLM", max_context=64, eps=1e-6,
+    )  # fmt: skip
+    checkpoint = RandomCheckpoint(small, 0)
+    tensors = {name: checkpoint.tensor(name, torch.bfloat16) for name in checkpoint.names()}
+    case = Case(DENSE, {**checkpoint.config, "rope_theta": 5e5}, tensors, isa="sm_90", dtype="bfloat16", page_size=16)
+    host = ReferenceHost(case, pages=40)
+    wide = {name: tensor.float() for name, tensor in tensors.items()}
+    exact = ReferenceHost(dataclasses.replace(case, dtype="float32", weights=wide), pages=40)
+    shape = plans.DenseShape(3, 512, 4, 2, 128, 512, 300, True, 1e-6)
+    weights = read_weights(shape, host.context(DENSE, Workspace("cpu")))
+    built, _ = build(monkeypatch, tmp_path, shape, weights)
+    shapes = [Shape(Mode.DECODE, rows, rows) for rows in (1, 2, 3, 8)]
+    off: dict[str, list[float]] = {"kernel": [], "general": [], "between": []}
+    with torch.inference_mode():
+        shadow = Shadow(host, shapes)
+        for each in shapes:
+            step = shadow._without_nan(shadow.step(each))
+            for mine, theirs in zip(exact.layers, host.layers, strict=True):
+                mine.k_SHD.copy_(theirs.k_SHD)
+                mine.v_SHD.copy_(theirs.v_SHD)
+            expected, general = exact.general(step).logits_RV, host.general(step).logits_RV
+            built.bind([(layer.k_SHD, layer.v_SHD) for layer in host.layers], 16)
+            inputs = steps.StepTensors(step.token_ids_R, step.positions_R, step.query_start_Q1, step.page_table_QP)
+            logits = built.run(inputs, 1).clone()
+            built.check()
+            for name, a, b in (
+                ("kernel", logits, expected),
+                ("general", general, expected),
+                ("between", logits, general),
+            ):
+                off[name].append(float(((a - b).abs().amax(1) / expected.abs().amax(1)).max()))
+        assert torch.equal(built.run(one_row(inputs, 2), 1)[0], logits[2])
+    print({name: [f"{value:.1e}" for value in values] for name, values in off.items()})
+    assert all(mine < theirs for mine, theirs in zip(off["kernel"], off["general"], strict=True))
+    assert max(off["kernel"]) < 2 * off["kernel"][0]
+    assert 0 < max(off["between"]) < shadow_limits(shape)["logits"]

@@ -121,10 +121,10 @@ def test_rotary_table_is_a_rotation() -> None:
     assert torch.equal(table[0, 0], torch.ones(32))
 
 
-@pytest.mark.parametrize("name", plans.PRESETS)
-def test_compiles_within_its_registers(name: str) -> None:
+@pytest.mark.parametrize(("name", "streamed"), [*((name, False) for name in plans.PRESETS), ("qwen3-0.6b", True)])
+def test_compiles_within_its_registers(name: str, streamed: bool) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'")
-    plan = plans.DensePlan(plans.PRESETS[name])
+    plan = plans.DensePlan(plans.PRESETS[name], streamed=streamed)
     try:
         cubin, log = jit.compile_cubin("dense_step.cu", plan.definitions(), cache=False, verbose=True)
     except (RuntimeError, OSError) as error:

@@ -89,14 +89,9 @@ class DenseKernel(Kernel):
         self._stamped = None  # it knows the old pools
 
     def numerics(self) -> Numerics:
-        """Bounds of the distance from the general path, which is mostly that path's own distance from float32.
-
-        That grows with the layers where weights are random: found between the two were at most 1.0e-2, 1.1e-2, 3.3e-2
-        and 6.1e-2 for logits of 2, 3, 16 and 36 layers (docs/kernels/dense.md). These bounds are up to 1.4 times that.
-        """
+        """Bounds of the distance from the general path: `shadow_limits` of the model."""
         assert self._step is not None, "numerics follow build"
-        layers, bounds = self._step.plan.shape.layers, self.spec.numerics.bounds
-        limits = {"logits": 1e-2 + 2e-3 * layers, "kv": 1.8e-2 + 2.5e-3 * layers}
+        limits, bounds = shadow_limits(self._step.plan.shape), self.spec.numerics.bounds
         return Numerics(
             bounds={name: Bound(bound.metric, min(bound.limit, limits[name])) for name, bound in bounds.items()},
             tie_margin=self.spec.numerics.tie_margin,
@@ -142,6 +137,19 @@ def _tensors(step: StepInputs) -> StepTensors:
         step.table_rows_Q,
         step.logits_RV,
     )
+
+
+def shadow_limits(shape: plans.DenseShape) -> dict[str, float]:
+    """How far logits, and keys and values, may be from the general path's, as the start's check measures them.
+
+    The two are rounded apart, so that a limit is the sum of what each of them is from float32, measured, of which two
+    thirds and more are the general path's own (docs/kernels/dense.md has the figures). With random weights that grows
+    with the layers, but hardly where they are narrow and add little to what they are given.
+    """
+    layers = shape.layers
+    if shape.hidden <= 1024:
+        return {"logits": 1.4e-2 + 1e-4 * layers, "kv": 2.2e-2 + 6e-4 * layers}
+    return {"logits": 1.6e-2 + 1.65e-3 * layers, "kv": 2e-2 + 2.4e-3 * layers}
 
 
 def scratch_elements(layout: KVLayout) -> int:

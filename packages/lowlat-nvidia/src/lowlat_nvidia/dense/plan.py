@@ -148,9 +148,9 @@ class DensePlan:
     by one (`dense.alone`).
 
     Of steps of several rows: with `streamed` their weights are asked for as one row's are (`under_way`, `early`); with
-    `eager` all words are polled as soon as any is there; a copying warp has at most `units_under_way` units on their way
-    (0: what fits), and units come into the L2 at most one in `ahead_cycles` for each of the four; with `units_wait` a layer's
-    units are asked for when the layer before has summed its splits (1) or begun gate and up (2), not at once.
+    `eager` all words are polled as soon as any is there; a copying warp has at most `units_under_way` units on their
+    way (0: what fits), and brings at most one into the L2 in `ahead_cycles`; with `units_wait` a layer's units are
+    asked for when the layer before has summed its splits (1) or begun gate and up (2), not at once.
 
     Of steps of one row: a warp asks for `under_way` pages of weights at once; with `early` a stage's first pages are in
     registers before its inputs are there; with `fold` the output projection is computed by KV heads and every block
