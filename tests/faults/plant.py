@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from planted import PLANTS, Plant
+from plant_kit import Plant
+from planted import PLANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0

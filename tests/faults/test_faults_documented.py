@@ -17,7 +17,7 @@ NUMBERS = (
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant.fault}-{plant.what.replace(' ', '-')}")
 def test_a_planted_fault_fits_the_sources(plant):
-    assert (ROOT / plant.file).read_text().count(plant.old) == 1, f"update {plant.fault} in tests/faults/planted.py"
+    assert (ROOT / plant.file).read_text().count(plant.old) == 1, f"update {plant.fault} in tests/faults/planted_*.py"
     compile((ROOT / plant.file).read_text().replace(plant.old, plant.new), plant.file, "exec")
 
 

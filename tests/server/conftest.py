@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from server_kit import Clock, Live, live_server
+from tools_kit import tool_server
 
 
 @pytest.fixture(scope="module")
@@ -10,6 +11,13 @@ def live() -> Iterator[Live]:
     """A server whose engine repeats the prompt, one token a millisecond; its context is 128 tokens."""
     with live_server() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    """A server whose engine answers questions with calls of tools and with reasoning (`tools_kit.ANSWERS`)."""
+    with tool_server() as live:
+        yield live
 
 
 @pytest.fixture(scope="session")

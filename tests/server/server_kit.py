@@ -242,3 +242,15 @@ def live_server(
             os.environ.pop("FAKE_ENGINE", None)
         else:
             os.environ["FAKE_ENGINE"] = earlier
+
+
+def refuse(live: Live, path: str, body: Any, status: int = 400) -> Any:
+    """The error that a bad request gets, before the engine hears of it."""
+    before = (live.state.engine.open_requests, live.state.engine.stats.prompt_tokens)
+    answer = live.http.post(path, content=body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"]
+    assert (live.state.engine.open_requests, live.state.engine.stats.prompt_tokens) == before
+    return error

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from server_kit import Live, live_server
-from tools_kit import ANSWERS, TEMPLATE, WEATHER, tool_server
+from tools_kit import ANSWERS, TEMPLATE, WEATHER
 
 from lowlat.server.messages_requests import InputBlock, MessagesRequest, MessagesTool
 
@@ -17,12 +16,6 @@ TOOL: dict[str, Any] = {
     "description": "The weather in a city.",
     "input_schema": WEATHER["function"]["parameters"],
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with tool_server() as live:
-        yield live
 
 
 @pytest.fixture(scope="module")

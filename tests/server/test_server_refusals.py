@@ -3,32 +3,16 @@
 import json
 import math
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_kit import byte_text_model, live_server
+from server_kit import byte_text_model, live_server, refuse
 
-from lowlat.engine.request import SamplingParams
-from lowlat.grammars.grammar import Grammar
 from lowlat.server.bodies import decode_body
 from lowlat.server.errors import ApiError
-from lowlat.server.grammar_fields import grammar_of
-from lowlat.server.plan import GREEDY_BELOW, derived_seed, sampling_params
 from lowlat.server.requests import ChatRequest, CompletionRequest, Unsupported
 
 USER = [{"role": "user", "content": "hi"}]
-
-
-def refuse(live, path, body, status=400):
-    before = (live.state.engine.open_requests, live.state.engine.stats.prompt_tokens)
-    answer = live.http.post(path, content=body if isinstance(body, bytes) else json.dumps(body).encode())
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert "Traceback" not in error["message"]
-    assert (live.state.engine.open_requests, live.state.engine.stats.prompt_tokens) == before
-    return error
 
 
 @pytest.mark.parametrize(
@@ -199,70 +183,6 @@ def test_what_is_not_finite_is_refused_by_name(live, field, value):
     assert biased.json()["error"]["param"].startswith("logit_bias")
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
-            "response_format.json_schema.name",
-        ),
-        ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json"),
-        ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
-        ({"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"grammar": "root ::= (a"}}, "structured_outputs.grammar"),
-    ],
-)
-def test_a_bad_grammar_is_named(live, fields, param):
-    for path, body in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": USER})):
-        error = refuse(live, path, {**body, **fields})
-        assert error["param"] == param
-        assert error["message"].startswith(f"{param}: ")
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "text"),
-    [
-        ({"response_format": {"type": "json_object"}}, "json_object", ""),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"b": 1}}}},
-            "json_schema",
-            '{"b":1}',
-        ),
-        ({"structured_outputs": {"json": '{"b":1}'}}, "json_schema", '{"b":1}'),
-        ({"structured_outputs": {"json_object": True, "regex": None}}, "json_object", ""),
-        ({"structured_outputs": {"regex": "[a-c]+"}}, "regex", "[a-c]+"),
-        ({"structured_outputs": {"choice": ["b", "a"]}}, "choice", '["b","a"]'),
-        ({"structured_outputs": {"grammar": "root ::= a"}}, "ebnf", "root ::= a"),
-        ({"guided_json": {"b": 1}}, "json_schema", '{"b":1}'),
-        ({"guided_regex": "a"}, "regex", "a"),
-        ({"guided_choice": ["a"]}, "choice", '["a"]'),
-        ({"guided_grammar": "root ::= a"}, "ebnf", "root ::= a"),
-        (
-            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
-            "structural_tag",
-            '{"type":"structural_tag","format":{"type":"any_text"}}',
-        ),
-    ],
-)
-def test_each_spelling_of_a_grammar_is_the_grammar_it_says(fields, kind, text):
-    body = decode_body(msgspec.json.encode({"prompt": "a", **fields}), CompletionRequest)
-    assert grammar_of(body)[1] == Grammar(kind, text)
-
-
-def test_a_grammar_without_the_library_names_the_cure(live, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    error = refuse(live, "/v1/completions", {"prompt": "a", "guided_regex": "not seen before"})
-    assert error["param"] == "guided_regex"
-    assert "pip install" in error["message"]
-
-
 def test_harmless_fields_and_values_that_ask_for_nothing_pass(live):
     harmless = {"user": "me", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "parallel_tool_calls": True}
     no_ops = {
@@ -373,52 +293,13 @@ def test_unknown_paths_and_methods_have_the_error_form(live):
     assert "not allowed" in wrong.json()["error"]["message"]
 
 
-def test_small_temperatures_are_greedy_and_edge_filters_have_one_meaning():
-    def params(**fields):
-        return sampling_params(CompletionRequest(prompt="x", **fields), None, (), 100)
-
-    assert params(temperature=GREEDY_BELOW / 2).temperature == 0
-    assert params(temperature=GREEDY_BELOW).temperature == GREEDY_BELOW
-    assert params().temperature == 1
-    assert (params(top_p=0).top_k, params(top_p=0).top_p) == (1, 1)
-    assert params(top_k=-1).top_k == 0
-    assert params(top_k=1000).top_k == 100
-    assert params(seed=-1).seed == 2**63 - 1
-
-
-def test_every_sampling_option_reaches_the_engine():
-    body = CompletionRequest(
-        prompt="x",
-        min_tokens=2,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        presence_penalty=-0.5,
-        frequency_penalty=0.25,
-        logit_bias={"7": -100, "9": 5, "007": 3},
-        prompt_logprobs=1,
-    )
-    params = sampling_params(body, 4, (3,), 100, echo=True)
-    assert (params.min_tokens, params.min_p, params.repetition_penalty) == (2, 0.1, 1.2)
-    assert (params.presence_penalty, params.frequency_penalty) == (-0.5, 0.25)
-    assert dict(params.logit_bias) == {7: 3, 9: 5}
-    assert params.prompt_logprobs == 4
-    assert sampling_params(body, 4, (3,), 100).prompt_logprobs == 1
-    plain = sampling_params(CompletionRequest(prompt="x"), None, (), 100)
-    assert plain == SamplingParams(temperature=1.0)
-
-
-def test_derived_seeds_differ_and_repeat():
-    seeds = {derived_seed(7, choice) for choice in range(1, 100)}
-    assert len(seeds) == 99
-    assert seeds == {derived_seed(7, choice) for choice in range(1, 100)}
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
+
+
 fields = st.sampled_from([*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__])
 
 

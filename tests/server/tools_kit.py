@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,3 +57,24 @@ def tool_server(
     script = {"answers": answers, "burst": 3, "step_s": 0.0, "max_context": 20_000}
     with live_server(script, text=text, **settings) as server:
         yield server
+
+
+def nest(levels: int) -> dict[str, Any]:
+    """Objects in objects."""
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def past_call(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A message with a call that was made before."""
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": json.dumps(arguments)}}],
+    }
+
+
+def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
+    """A function to offer, with this schema."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from lowlat.server.errors import ApiError, bad_field
+from lowlat.server.errors import bad_field
 from lowlat.text.tool_calls.grammars import Function
 
 MAX_TOOLS = 128
@@ -139,7 +139,3 @@ def deeper_than(value: Any, levels: int) -> bool:
     if isinstance(value, list):
         return levels == 0 or any(deeper_than(item, levels - 1) for item in value)
     return False
-
-
-def no_tools_here(why: str) -> ApiError:
-    return bad_field("tools", why, code="tools_unsupported")
