@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from lowlat_plugin import (
     Bound,
     BuildContext,
     Candidate,
-    DeadlineExceeded,
     DeviceLimits,
     Kernel,
     KernelSpec,
@@ -353,76 +351,3 @@ class ForgetsWeights(TorchKernel):
     def build(self, context: BuildContext) -> None:
         super().build(context)
         self.engine.case.weights = zoo_case(0).weights
-
-
-class Mailbox:
-    """Two ranks that hand each other a number, with a deadline and a poison that reaches latecomers."""
-
-    def __init__(self, deadline_s: float) -> None:
-        self.rank, self.size, self.deadline_s = 0, 2, deadline_s
-        self.arrived: dict[int, int] = {}
-        self.dead: set[int] = set()
-
-    def handle(self, name: str) -> Any:
-        return self
-
-    def meet(self, rank: int, tag: int) -> None:
-        if tag in self.dead:
-            self.dead.discard(tag)
-            raise DeadlineExceeded(f"rank {rank} came to step {tag} after its peers had given up")
-        self.arrived[tag] = self.arrived.get(tag, 0) + 1
-        until = time.monotonic() + self.deadline_s
-        while self.arrived[tag] < self.size:
-            if time.monotonic() > until:
-                self.dead.add(tag)
-                raise DeadlineExceeded(f"rank {rank} waited {self.deadline_s:g} s for its peer in step {tag}")
-            time.sleep(0.002)
-
-
-class MeetingKernel(TorchKernel):
-    """Every step waits for the other rank. Both hold all weights, so results are those of one rank."""
-
-    def bind(self, binding: Binding) -> None:
-        super().bind(binding)
-        self.mailbox = binding.communicator.handle("mailbox")
-        self.rank = binding.communicator.rank
-        self.tag = 0
-
-    def forward(self, step: StepInputs) -> torch.Tensor:
-        self.tag += 1
-        self.mailbox.meet(self.rank, self.tag)
-        return super().forward(step)
-
-
-def meeting_case(seed: int = 0) -> Case:
-    case = zoo_case(seed, deadline_s=5.0)
-    case.spec = zoo_spec("MeetingKernel", example="plugin_zoo:meeting_case", min_deadline_s=0.1)
-    case.group = lambda size: meeting_hosts(case, size)
-    return case
-
-
-class RankHandle:
-    def __init__(self, rank: int, mailbox: Mailbox) -> None:
-        self.rank, self.size, self.mailbox = rank, 2, mailbox
-
-    def handle(self, name: str) -> Any:
-        return self.mailbox
-
-
-class MeetingHost(ReferenceHost):
-    communicator: RankHandle | None = None
-
-    def binding(self) -> Binding:
-        found = super().binding()
-        found.communicator = self.communicator
-        return found
-
-
-def meeting_hosts(case: Case, size: int) -> list[MeetingHost]:
-    from lowlat_plugin import ThreadRanks
-
-    ranks, mailbox = ThreadRanks(size), Mailbox(case.deadline_s)
-    hosts = [MeetingHost(case, ranks.of(rank)) for rank in range(size)]
-    for rank, host in enumerate(hosts):
-        host.communicator = RankHandle(rank, mailbox)
-    return hosts

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from plugin_zoo import candidate, llama_weights, meeting_case, zoo_case
+from plugin_meeting import meeting_case
+from plugin_zoo import candidate, llama_weights, zoo_case
 
 from lowlat_plugin import Registry
 from lowlat_plugin.conformance import CHECKS, ReferenceHost, run_check, run_checks

@@ -102,7 +102,7 @@ def test_names_and_unknown_names():
         ("no colon", "module:attribute"),
         ("no_such_module:Kernel", "no_such_module"),
         ("plugin_zoo:NoSuchKernel", "NoSuchKernel"),
-        ("plugin_zoo:Mailbox", "TypeError|subclass|Mailbox"),
+        ("plugin_meeting:Mailbox", "TypeError|subclass|Mailbox"),
         ("plugin_zoo:RaisesInConstructor", "libmissing"),
     ],
 )
