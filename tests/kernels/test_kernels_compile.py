@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements/triton.txt")
+pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements/triton.txt")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from compile_kit import CUOBJDUMP, SHARED, TARGETS, compiled, resources
 
-from lowlat.bench import read_kernel  # noqa: E402
-from lowlat.layers.triton import (  # noqa: E402
+from lowlat.bench import read_kernel
+from lowlat.layers.triton import (
     activation,
     attention,
     drawing,
@@ -28,150 +27,11 @@ from lowlat.layers.triton import (  # noqa: E402
     norm,
     product,
     rope_write,
-    row_attention,
     row_product,
     rows,
     slots,
     verify,
 )
-
-TARGETS = {
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
-# Bytes of shared memory that a program may have: Hopper and Blackwell 227 KiB, CDNA4 160 KiB.
-SHARED = {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx950": 160 * 1024}
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-def compiled(kernel: Any, target: str, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
-    """Compile as a launch would: pointers are multiples of 16 bytes; arguments without a type are constants."""
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    assert {name for name in names if signature[name] == "constexpr"} == set(constants), "arguments without a value"
-    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attrs)
-    return triton.compile(source, target=TARGETS[target], options=options)
-
-
-def resources(kernel: Any, target: str, tmp_path: Path) -> tuple[int, int, int]:
-    """Registers of a thread, bytes that it spills, bytes of shared memory of a program."""
-    if target == "gfx950":
-        text = kernel.asm["amdgcn"]
-        find = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}
-        private = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
-        return find["vgpr_count"], find["vgpr_spill_count"] + private, kernel.metadata.shared
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    text = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    # Spilled registers show as stack, never as local memory.
-    registers, stack = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK"))
-    return registers, stack, kernel.metadata.shared
-
-
-def attend_arguments(
-    dtype: str, group: int, dim: int, most_rows: int, lanes: int, kind: str
-) -> tuple[dict[str, str], dict[str, Any], Any]:
-    size, tight = 4 if dtype == "fp32" else 2, kind in ("checks", "draft")
-    shape = attention.AttentionShape.of(group, most_rows, dim, size, lanes=lanes, tight=tight)
-    pointers = ["q_ptr", "keys_ptr", "values_ptr", "out_ptr"]
-    types = dict.fromkeys(pointers, f"*{dtype}") | {"sinks_ptr": f"*{dtype}", "partial_ptr": "*fp32"}
-    integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr", "prefix_ptr", "begins_ptr"]
-    types |= dict.fromkeys(integers, "*i32") | {"sums_ptr": "*fp32", "scale": "fp32"}
-    types |= {"segments": "i32", "table_stride": "i32", "block_base": "i32"}
-    constants = {
-        "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": group, "DIM": dim, "PAGE": 16, "SINKS": False,
-        "ITEMS": kind == "items", "SINGLE": most_rows == 1 or tight,
-        "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
-        "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
-        "SIFTED": kind != "draft" and most_rows > shape.block_q, "EARLY": lanes == 32,
-    }  # fmt: skip
-    return types, constants, shape
-
-
-ATTENTION = [
-    # dtype, heads of a group, head dimension, rows of a segment, kind of step, targets
-    ("bf16", 4, 64, 1, "plain", ["sm_90", "sm_100", "gfx950"]),
-    ("bf16", 4, 128, 1, "plain", ["sm_90", "sm_100", "gfx950"]),
-    ("bf16", 4, 128, 512, "plain", ["sm_90", "sm_100", "gfx950"]),
-    ("bf16", 4, 128, 512, "items", ["sm_90", "gfx950"]),
-    ("bf16", 2, 128, 512, "plain", ["sm_90"]),
-    ("bf16", 2, 128, 512, "items", ["sm_90"]),
-    ("bf16", 2, 256, 1, "plain", ["sm_90"]),
-    ("bf16", 2, 256, 512, "items", ["sm_90"]),
-    ("fp32", 3, 64, 1, "plain", ["sm_90"]),
-    ("fp32", 3, 64, 512, "items", ["sm_90"]),
-    ("bf16", 3, 64, 8, "checks", ["sm_90", "sm_100", "gfx950"]),
-    ("bf16", 4, 128, 8, "checks", ["sm_90"]),
-    ("bf16", 3, 64, 6, "draft", ["sm_90", "sm_100", "gfx950"]),
-    ("fp32", 3, 64, 8, "draft", ["sm_90"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "group", "dim", "rows", "kind", "target"),
-    [(*case, target) for *case, targets in ATTENTION for target in targets],
-)
-def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
-    types, constants, shape = attend_arguments(dtype, group, dim, rows, TARGETS[target].warp_size, kind)
-    kernel = compiled(attention.attend_kernel, target, types, constants, num_warps=shape.warps, num_stages=shape.stages)
-    registers, spilled, shared = resources(kernel, target, tmp_path)
-    assert spilled <= (8 if (kind == "items" and dim > 128) or (rows == 1 and target == "sm_100") else 0)
-    if target != "gfx950":
-        # A processor has 65,536 registers, and decode wants two programs on each.
-        assert registers * 32 * shape.warps * (2 if rows == 1 else 1) <= 65536
-    assert shared <= SHARED[target] // (2 if rows == 1 else 1)
-    if dtype == "bf16":
-        text = kernel.asm["amdgcn" if target == "gfx950" else "ptx"]
-        assert re.search(r"v_mfma_f32\S*bf16|(mma|wgmma|tcgen05)\S*\.sync\S*bf16|tcgen05\.mma", text), "no matrix unit"
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "dim", "rows", "norm", "window", "draft"),
-    [
-        ("bf16", 9, 3, 64, 7, False, 0, False),
-        ("bf16", 32, 8, 64, 1, False, 0, False),
-        ("bf16", 9, 3, 64, 6, True, 257, True),
-        ("bf16", 32, 8, 128, 8, True, 0, False),
-        ("bf16", 64, 8, 64, 8, False, 128, False),
-        ("fp32", 9, 3, 64, 8, False, 0, False),
-    ],
-)
-def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, window, draft, target, tmp_path):
-    early, most, group = target != "gfx950", 64, heads // kv_heads
-    floats = ["qkv_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr", "sinks_ptr", "out_ptr"]
-    integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr"]
-    types = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(integers, "*i32") | {"places_ptr": "*i64"}
-    types |= dict.fromkeys(["cos_ptr", "sin_ptr", "partial_ptr", "sums_ptr"], "*fp32")
-    types |= {"table_stride": "i32", "eps": "fp32", "scale": "fp32"}
-    block_m, block_l = max(16, triton.next_power_of_2(group * rows)), 32 if dtype == "fp32" else 64
-    common = {
-        "WINDOW": window, "MOST": most, "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_M": block_m,
-        "BLOCK_L": block_l, "BLOCK_D": dim, "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": early,
-    }  # fmt: skip
-    more = {"PAGE": 16, "NORM": norm, "DRAFT": draft, "BLOCK_R": row_attention.MOST_ROWS}
-    kernel = row_attention.row_attend_kernel
-    mine = {name: types[name] for name in kernel.arg_names if name in types}
-    lanes, size = TARGETS[target].warp_size, 4 if dtype == "fp32" else 2
-    shape = attention.AttentionShape.of(group, rows, dim, size, lanes=lanes, tight=True)
-    built = compiled(kernel, target, mine, common | more, num_warps=4, num_stages=shape.stages)
-    registers, spilled, shared = resources(built, target, tmp_path)
-    assert shared <= SHARED[target] // 2
-    join = row_attention.join_kernel
-    mine = {name: types[name] for name in join.arg_names if name in types}
-    joined = compiled(join, target, mine, common | {"SINKS": True, "PARTS": 16}, num_warps=1)
-    assert resources(joined, target, tmp_path)[1] == 0
-    if target == "sm_90":
-        assert spilled == 0
-        assert registers * 32 * 4 <= 32768
-        before, after = built.asm["ptx"].split("griddepcontrol.wait")
-        # Keys and values of the cache before the wait, and behind it all of the new rows before the first barrier.
-        assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 2 * block_l * dim // (8 * 32 * 4)
-        new = after.split("bar.sync", 1)[0].count("ld.global")
-        assert new >= (2 * block_m + 3 * 16) * dim // (8 * 32 * 4)
-        assert "bar.sync" not in joined.asm["ptx"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -441,46 +301,6 @@ def test_the_read_ceilings_kernel_reads_16_bytes_at_a_time_and_runs_at_once(tmp_
 
 def test_tools_are_there():
     assert shutil.which(CUOBJDUMP), "triton's wheel has no cuobjdump: resources would not be checked"
-
-
-@pytest.mark.parametrize(("ranks", "width"), [(4, 4096), (4, 7168)])
-def test_pushed_reduction_fits_and_keeps_words_whole(ranks, width, tmp_path):
-    """Stores and looks are 8 bytes in one instruction each, visible to the whole system: a tag never parts from its
-    data."""
-    from lowlat.layers.triton import push_reduce
-
-    block, rows, rank = push_reduce.block_words(width), 8, ranks - 1
-    types = dict.fromkeys(["x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "tags_ptr", "alarm_ptr"], "*i32")
-    types |= {"memories_ptr": "*i64", "eps": "fp32", "deadline_ns": "i64"}
-    constants = push_reduce.constants(width, ranks, rank, rows, plain=False, early=True)
-    warps = push_reduce.push_warps(block)
-    kernel = compiled(push_reduce.push_reduce_norm_kernel, "sm_90", types, constants, num_warps=warps)
-    registers, spilled, shared = resources(kernel, "sm_90", tmp_path)
-    assert spilled <= (0 if width <= 4096 else 16)
-    assert registers * 32 * warps <= 65536
-    assert shared <= 16 * 1024
-    text = kernel.asm["ptx"]
-    words_each = block // (32 * warps)
-    assert text.count("st.relaxed.sys.global.b64") == (ranks - 1) * words_each
-    assert text.count("ld.relaxed.sys.global.b64") == (ranks - 1) * words_each
-    assert "multimem" not in text
-    assert text.count("griddepcontrol") == 2
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_pushed_pick_fits(ranks, tmp_path):
-    from lowlat.layers.triton import push_pick
-
-    types = dict.fromkeys(["ids_ptr", "tags_ptr", "alarm_ptr"], "*i32") | {"best_ptr": "*fp32"}
-    types |= dict.fromkeys(["slots_ptr", "tokens_ptr", "out_ptr", "memories_ptr"], "*i64")
-    types |= {"parts": "i32", "first": "i32", "deadline_ns": "i64"}
-    constants = push_pick.constants(ranks, 1, 256, 4096, plain=False, early=True) | {"BLOCK": 128}
-    kernel = compiled(push_pick.push_pick_kernel, "sm_90", types, constants, num_warps=1)
-    _, spilled, _ = resources(kernel, "sm_90", tmp_path)
-    assert spilled == 0
-    text = kernel.asm["ptx"]
-    assert text.count("st.relaxed.sys.global.b64") == ranks - 1
-    assert text.count("ld.relaxed.sys.global.b64") == ranks - 1
 
 
 def test_kernels_are_compiled_before_they_come(tmp_path):

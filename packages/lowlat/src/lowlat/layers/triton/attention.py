@@ -374,7 +374,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
         tight: bool = False,
     ) -> AttentionShape:
         """For segments of up to `most_rows` rows whose key-value heads serve `group` query heads each, on a device with
-        warps of `lanes`. Larger tiles than these spill registers (tests/kernels/test_kernels_compile.py)."""
+        warps of `lanes`. Larger tiles than these spill registers (test_kernels_compile_attention.py)."""
         small = element_bytes > 2
         fitting = max(16, triton.next_power_of_2(group * most_rows))
         if most_rows == 1 or (tight and fitting <= 32):

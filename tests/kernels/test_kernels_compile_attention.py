@@ -1,0 +1,118 @@
+"""Attention compiles for GPUs that are not here, in each of its shapes, within its registers and memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements/triton.txt")
+
+from compile_kit import SHARED, TARGETS, compiled, resources  # noqa: E402
+
+from lowlat.layers.triton import attention, row_attention  # noqa: E402
+
+
+def attend_arguments(
+    dtype: str, group: int, dim: int, most_rows: int, lanes: int, kind: str
+) -> tuple[dict[str, str], dict[str, Any], Any]:
+    size, tight = 4 if dtype == "fp32" else 2, kind in ("checks", "draft")
+    shape = attention.AttentionShape.of(group, most_rows, dim, size, lanes=lanes, tight=tight)
+    pointers = ["q_ptr", "keys_ptr", "values_ptr", "out_ptr"]
+    types = dict.fromkeys(pointers, f"*{dtype}") | {"sinks_ptr": f"*{dtype}", "partial_ptr": "*fp32"}
+    integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr", "prefix_ptr", "begins_ptr"]
+    types |= dict.fromkeys(integers, "*i32") | {"sums_ptr": "*fp32", "scale": "fp32"}
+    types |= {"segments": "i32", "table_stride": "i32", "block_base": "i32"}
+    constants = {
+        "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": group, "DIM": dim, "PAGE": 16, "SINKS": False,
+        "ITEMS": kind == "items", "SINGLE": most_rows == 1 or tight,
+        "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
+        "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
+        "SIFTED": kind != "draft" and most_rows > shape.block_q, "EARLY": lanes == 32,
+    }  # fmt: skip
+    return types, constants, shape
+
+
+ATTENTION = [
+    # dtype, heads of a group, head dimension, rows of a segment, kind of step, targets
+    ("bf16", 4, 64, 1, "plain", ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 1, "plain", ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 512, "plain", ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 512, "items", ["sm_90", "gfx950"]),
+    ("bf16", 2, 128, 512, "plain", ["sm_90"]),
+    ("bf16", 2, 128, 512, "items", ["sm_90"]),
+    ("bf16", 2, 256, 1, "plain", ["sm_90"]),
+    ("bf16", 2, 256, 512, "items", ["sm_90"]),
+    ("fp32", 3, 64, 1, "plain", ["sm_90"]),
+    ("fp32", 3, 64, 512, "items", ["sm_90"]),
+    ("bf16", 3, 64, 8, "checks", ["sm_90", "sm_100", "gfx950"]),
+    ("bf16", 4, 128, 8, "checks", ["sm_90"]),
+    ("bf16", 3, 64, 6, "draft", ["sm_90", "sm_100", "gfx950"]),
+    ("fp32", 3, 64, 8, "draft", ["sm_90"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "dim", "rows", "kind", "target"),
+    [(*case, target) for *case, targets in ATTENTION for target in targets],
+)
+def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
+    types, constants, shape = attend_arguments(dtype, group, dim, rows, TARGETS[target].warp_size, kind)
+    kernel = compiled(attention.attend_kernel, target, types, constants, num_warps=shape.warps, num_stages=shape.stages)
+    registers, spilled, shared = resources(kernel, target, tmp_path)
+    assert spilled <= (8 if (kind == "items" and dim > 128) or (rows == 1 and target == "sm_100") else 0)
+    if target != "gfx950":
+        # A processor has 65,536 registers, and decode wants two programs on each.
+        assert registers * 32 * shape.warps * (2 if rows == 1 else 1) <= 65536
+    assert shared <= SHARED[target] // (2 if rows == 1 else 1)
+    if dtype == "bf16":
+        text = kernel.asm["amdgcn" if target == "gfx950" else "ptx"]
+        assert re.search(r"v_mfma_f32\S*bf16|(mma|wgmma|tcgen05)\S*\.sync\S*bf16|tcgen05\.mma", text), "no matrix unit"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "rows", "norm", "window", "draft"),
+    [
+        ("bf16", 9, 3, 64, 7, False, 0, False),
+        ("bf16", 32, 8, 64, 1, False, 0, False),
+        ("bf16", 9, 3, 64, 6, True, 257, True),
+        ("bf16", 32, 8, 128, 8, True, 0, False),
+        ("bf16", 64, 8, 64, 8, False, 128, False),
+        ("fp32", 9, 3, 64, 8, False, 0, False),
+    ],
+)
+def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, window, draft, target, tmp_path):
+    early, most, group = target != "gfx950", 64, heads // kv_heads
+    floats = ["qkv_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr", "sinks_ptr", "out_ptr"]
+    integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr"]
+    types = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(integers, "*i32") | {"places_ptr": "*i64"}
+    types |= dict.fromkeys(["cos_ptr", "sin_ptr", "partial_ptr", "sums_ptr"], "*fp32")
+    types |= {"table_stride": "i32", "eps": "fp32", "scale": "fp32"}
+    block_m, block_l = max(16, triton.next_power_of_2(group * rows)), 32 if dtype == "fp32" else 64
+    common = {
+        "WINDOW": window, "MOST": most, "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_M": block_m,
+        "BLOCK_L": block_l, "BLOCK_D": dim, "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": early,
+    }  # fmt: skip
+    more = {"PAGE": 16, "NORM": norm, "DRAFT": draft, "BLOCK_R": row_attention.MOST_ROWS}
+    kernel = row_attention.row_attend_kernel
+    mine = {name: types[name] for name in kernel.arg_names if name in types}
+    lanes, size = TARGETS[target].warp_size, 4 if dtype == "fp32" else 2
+    shape = attention.AttentionShape.of(group, rows, dim, size, lanes=lanes, tight=True)
+    built = compiled(kernel, target, mine, common | more, num_warps=4, num_stages=shape.stages)
+    registers, spilled, shared = resources(built, target, tmp_path)
+    assert shared <= SHARED[target] // 2
+    join = row_attention.join_kernel
+    mine = {name: types[name] for name in join.arg_names if name in types}
+    joined = compiled(join, target, mine, common | {"SINKS": True, "PARTS": 16}, num_warps=1)
+    assert resources(joined, target, tmp_path)[1] == 0
+    if target == "sm_90":
+        assert spilled == 0
+        assert registers * 32 * 4 <= 32768
+        before, after = built.asm["ptx"].split("griddepcontrol.wait")
+        # Keys and values of the cache before the wait, and behind it all of the new rows before the first barrier.
+        assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 2 * block_l * dim // (8 * 32 * 4)
+        new = after.split("bar.sync", 1)[0].count("ld.global")
+        assert new >= (2 * block_m + 3 * 16) * dim // (8 * 32 * 4)
+        assert "bar.sync" not in joined.asm["ptx"]
