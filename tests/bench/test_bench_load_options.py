@@ -179,7 +179,7 @@ def test_names_tell_workload_server_endpoint_and_simulation_apart():
     assert name() == "serve-256-in-64-out-smollm2"
     forced = Simulated(weights=True, acceptance=True)
     others = [
-        name(subject="azure code, open loop"),
+        name(subject="azure code, first 16, open loop"),
         name(arm="plugin:fast"),
         name(endpoint="completions"),
         name(simulated=Simulated(weights=True)),
@@ -187,7 +187,7 @@ def test_names_tell_workload_server_endpoint_and_simulation_apart():
         name("replay", "agent, 4 runs"),
     ]
     assert others == [
-        "serve-azure-code-open-loop-smollm2",
+        "serve-azure-code-first-16-open-loop-smollm2",
         "serve-256-in-64-out-smollm2-plugin-fast",
         "serve-256-in-64-out-smollm2-completions",
         "serve-256-in-64-out-smollm2-random",
@@ -219,7 +219,7 @@ def test_results_of_two_loads_of_one_model_stand_side_by_side(scripted, tmp_path
         "serve-9-in-6-out-scripted-scripted-completions",
         f"replay-{place}-scripted-scripted",
         f"replay-{place}-1-runs-1-turns-pauses-x0-entered-at-0-1-0-2-scripted-scripted",
-        "serve-mooncake-talk-open-loop-times-x0-5-scripted-scripted",
+        "serve-mooncake-talk-first-1-open-loop-times-x0-5-scripted-scripted",
         "serve-my-own-scripted-scripted",
     }
 

@@ -165,6 +165,13 @@ def _weights(result: Result) -> str:
     return ", ".join(said)
 
 
+def _caveats(line: Line) -> list[str]:
+    """What a reader of the figures must know that else stands on the results page alone."""
+    failed = sum(int(row.details.get("failed", 0)) for row in line.rows)
+    busy = any("busy machine" in row.note for row in line.rows)
+    return [f"{failed} requests failed"] * bool(failed) + ["busy machine"] * busy
+
+
 def _table(lines: Sequence[Line], load: str, arms: dict[str, str]) -> str:
     shown = [arm for arm in arms if any(column(row) == arm for line in lines for row in line.rows)]
     timed = any(line.timed for line in lines)
@@ -176,9 +183,7 @@ def _table(lines: Sequence[Line], load: str, arms: dict[str, str]) -> str:
     for line in lines:
         title = escaped(TITLES.get(line.model, line.model))
         cells = [f"[{title}]({PAGE}#{result_anchor(line.result)})", escaped(line.load), escaped(line.hardware)]
-        failed = sum(int(row.details.get("failed", 0)) for row in line.rows)
-        said = _weights(line.result) + (f", {failed} requests failed" if failed else "")
-        cells += [said, *[line.timed] * timed]
+        cells += [", ".join([_weights(line.result), *_caveats(line)]), *[line.timed] * timed]
         cells += [cell([row for row in line.rows if column(row) == arm]) for arm in shown]
         text.append("| " + " | ".join([*cells, line.result.date[:10]]) + " |")
     return "\n".join(text)

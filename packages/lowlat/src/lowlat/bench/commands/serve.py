@@ -155,7 +155,8 @@ def serve(
         _check_lengths(output_lengths, "--output")
         users = numbers(concurrency or "1", "--concurrency")
         name, arrivals = _read_trace(trace, requests) if trace is not None else ("", [])
-        name = workload or name or f"{input_lengths} in, {output_lengths} out"
+        name += f", first {len(arrivals)}" if arrivals else f"{input_lengths} in, {output_lengths} out"
+        name = workload or name
         if open_loop:
             name += ", open loop" + (f" at {rate:g}/s" if rate is not None else "")
             name += f", times x{time_scale:g}" if time_scale is not None else ""
