@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,15 @@ def test_draws(vocabulary, dtype):
     check_draws(draw, vocabulary, dtype, "cuda", rows=64)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_walks(dtype):
+def test_walks(dtype, early):
     from verify_cases import check_walks
 
     from lowlat.layers.triton.drawing import walk
 
-    check_walks(walk, 49152, dtype, "cuda")
+    for _ in range(20 if early else 1):  # a launch that reads what is not there yet would do so now and then
+        check_walks(partial(walk, early_start=early), 49152, dtype, "cuda")
 
 
 @pytest.mark.parametrize("count", [1, 7])
@@ -59,16 +62,20 @@ def test_finds(count):
 
 
 @pytest.mark.parametrize("rows", [2, 7, 16])
-@pytest.mark.parametrize(("width", "outputs", "gated"), [(576, 960, False), (576, 1536, True), (1536, 576, False)])
-def test_products_of_rows(rows, width, outputs, gated):
+@pytest.mark.parametrize(
+    ("width", "outputs", "gated"), [(576, 960, False), (576, 1536, True), (1536, 576, False), (576, 49152, False)]
+)
+@pytest.mark.parametrize("early", [False, True])
+def test_products_of_rows(rows, width, outputs, gated, early):
     from lowlat.layers.activation import GATED
-    from lowlat.layers.triton.row_product import fits, row_product
+    from lowlat.layers.triton.row_product import fits, fits_head, row_product
 
     weight = torch.randn(outputs * (1 + gated), width, device="cuda").bfloat16() * 0.05
     x, stream, norm = (torch.randn(*shape, width, device="cuda").bfloat16() for shape in ((rows,), (rows,), ()))
-    assert fits(rows, weight)
+    assert fits(rows, weight) or fits_head(rows, weight)
     activation = "silu" if gated else None
-    got, total = row_product(x, weight, stream_RI=stream, norm_I=norm, eps=1e-5, activation=activation)
+    before = {"stream_RI": stream, "norm_I": norm, "eps": 1e-5, "activation": activation}
+    got, total = row_product(x, weight, **before, early_start=early)
     assert torch.equal(total, x + stream)
     normed = torch.nn.functional.rms_norm((x + stream).double(), (width,), norm.double(), 1e-5)
     expected = normed @ weight.double().t()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.layers.activation import GATED
+from lowlat.layers.triton import row_product as row_products
 from lowlat.layers.triton.row_product import row_product
 
 
@@ -21,9 +22,12 @@ from lowlat.layers.triton.row_product import row_product
         (3, 200, 32, "gelu_pytorch_tanh", False, True, False),
         (16, 64, 33, None, False, False, True),
         (2, 1500, 17, None, True, False, False),
+        (7, 40, 133, None, True, True, False),  # of more programs where it is a head
     ],
 )
-def test_products(rows, width, outputs, activation, add, norm, bias):
+@pytest.mark.parametrize("least_head", [64, 16384])
+def test_products(rows, width, outputs, activation, add, norm, bias, least_head, monkeypatch):
+    monkeypatch.setattr(row_products, "_LEAST_HEAD", least_head)
     weight = torch.randn(outputs * (2 if activation else 1), width) * 0.1
     x, stream, weights = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
     offset = torch.randn(len(weight)) if bias else None

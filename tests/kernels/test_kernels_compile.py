@@ -36,13 +36,13 @@ from lowlat.layers.triton import (
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("width", "gate", "norm"), [(576, -1, True), (576, 0, True), (1536, -1, False), (2304, -1, False)]
+    ("width", "gate", "norm", "outputs"),
+    [(576, -1, True, 16), (576, 0, True, 16), (1536, -1, False, 16), (2304, -1, False, 16), (576, -1, True, 32)],
 )
-def test_products_of_rows_fit(width, gate, norm, target, tmp_path):
+def test_products_of_rows_fit(width, gate, norm, outputs, target, tmp_path):
     pointers = ["x_ptr", "stream_ptr", "norm_ptr", "weight_ptr", "bias_ptr", "out_ptr", "sum_ptr"]
     types = dict.fromkeys(pointers, "*bf16") | {"rows": "i32", "outputs": "i32", "eps": "fp32"}
     parts, part, piece = row_product.parts_of(width)
-    outputs = 16
     constants = {
         "WIDTH": width, "ADD": norm, "NORM": norm, "GATE": gate, "BIAS": False, "PARTS": parts,
         "PART": part, "PIECE": piece, "BLOCK_N": outputs, "BLOCK_R": 8, "EARLY": target != "gfx950",

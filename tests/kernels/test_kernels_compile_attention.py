@@ -105,7 +105,7 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
     assert shared <= SHARED[target] // 2
     join = row_attention.join_kernel
     mine = {name: types[name] for name in join.arg_names if name in types}
-    joined = compiled(join, target, mine, common | {"SINKS": True, "PARTS": 16}, num_warps=1)
+    joined = compiled(join, target, mine, common | {"SINKS": True, "PARTS": row_attention._PARTS}, num_warps=1)
     assert resources(joined, target, tmp_path)[1] == 0
     if target == "sm_90":
         assert spilled == 0
@@ -115,4 +115,4 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
         assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 2 * block_l * dim // (8 * 32 * 4)
         new = after.split("bar.sync", 1)[0].count("ld.global")
         assert new >= (2 * block_m + 3 * 16) * dim // (8 * 32 * 4)
-        assert "bar.sync" not in joined.asm["ptx"]
+        assert joined.asm["ptx"].count("bar.sync") <= 1

@@ -15,7 +15,7 @@ import torch
 from lowlat.layers.device_step import DeviceOps, DeviceStep, RowSegments
 from lowlat.layers.triton.ahead import compile_all, rehearsal
 from lowlat.layers.triton.row_attention import fits as attention_fits
-from lowlat.layers.triton.row_product import fits
+from lowlat.layers.triton.row_product import fits, fits_head
 from lowlat.layers.triton_ops import TritonOps
 from lowlat.models.decoder import GatedMLP
 from lowlat.models.device_decoder import DeviceDecoder
@@ -37,16 +37,20 @@ Chain = Callable[[], torch.Tensor]
 @torch.inference_mode()
 def choose_row_kernels(model: DeviceDecoder, ops: DeviceOps, width: int) -> None:
     """Let `ops` use kernels of ours where they are right, and faster in a chain of all layers than what they stand for:
-    products by cuBLAS, and where requests have `width` rows, attention by the kernels of all other steps."""
+    products by cuBLAS, those of layers and that with the head; and where requests have `width` rows, attention by the
+    kernels of all other steps."""
     assert isinstance(ops, TritonOps)
-    wanted = {"row_products": _products(model, ops), "row_attention": _attention(model, width)}
+    products = _products(model, ops)
+    # Larger models gain less by it than their start would lose.
+    head = None if products is None else _head(model, ops)
+    wanted = {"row_products": products, "row_heads": head, "row_attention": _attention(model, width)}
     chains = {name: chain for name, chain in wanted.items() if chain is not None}
     try:
         _compile(chains, ops, model.decoder.embedding_VH.device)
         for name, chain in chains.items():
             _choose(name, chain, ops)
     except Exception as error:  # whatever a compiler or a driver says: the other kernels are always there
-        ops.row_products = ops.row_attention = False
+        ops.row_products = ops.row_heads = ops.row_attention = False
         log.warning("steps of several rows go without kernels of their own: %s", error)
 
 
@@ -70,7 +74,7 @@ def _choose(name: str, chain: Chain, ops: TritonOps) -> None:
     used = right and seconds[True] < seconds[False]
     setattr(ops, name, used)
     log.info(
-        "%s: %.0f us a step without, %.0f us with (%s)",
+        "%s: all layers take %.0f us without, %.0f us with (%s)",
         name.replace("_", " "),
         seconds[False] * 1e6,
         seconds[True] * 1e6,
@@ -100,6 +104,22 @@ def _products(model: DeviceDecoder, ops: TritonOps) -> Chain | None:
             active_RI, _ = ops.add_norm_product(x_RH, x_RH.clone(), layer.mlp_norm_H, layer.eps, mlp.gate_up, _NAME)
             outputs.append(ops.product(active_RI, mlp.down))
         return torch.stack(outputs)
+
+    return chain
+
+
+def _head(model: DeviceDecoder, ops: TritonOps) -> Chain | None:
+    """The end of a step, four times; None where the head is not for the kernels."""
+    decoder = model.decoder
+    if not isinstance(decoder.head, CudaLinear) or not fits_head(_ROWS, decoder.head.weight_OI):
+        return None
+    x_RH = torch.randn(_ROWS, decoder.embedding_VH.shape[1], device=decoder.embedding_VH.device)
+    x_RH = x_RH.to(decoder.embedding_VH.dtype)
+
+    def chain() -> torch.Tensor:
+        norm, eps, wide = decoder.norm_H, decoder.config.rms_norm_eps, torch.float32
+        ends = [ops.add_norm_product(x_RH, x_RH.clone(), norm, eps, decoder.head, None, wide) for _ in range(4)]
+        return ends[-1][0]
 
     return chain
 

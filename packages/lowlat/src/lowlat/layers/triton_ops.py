@@ -25,7 +25,7 @@ from lowlat.layers.triton.history import find_again
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write, write_layers
-from lowlat.layers.triton.row_product import fits, row_product
+from lowlat.layers.triton.row_product import fits, fits_head, row_product
 from lowlat.layers.triton.rows import add_rows, look_up
 from lowlat.layers.triton.slots import put_tokens, take_slots
 from lowlat.layers.triton.step import begin_decodes, greedy
@@ -73,6 +73,8 @@ class TritonOps:
         """`early_start`: kernels may start while the one before them runs (`triton.early`)."""
         self.row_products = False
         """Whether products of several rows with small weights have a kernel of ours (`engine/row_kernels.py`)."""
+        self.row_heads = False
+        """The same of products with a head."""
         self.row_attention = False
         """Whether attention of a few new rows of each request has kernels of its own (`engine/row_kernels.py`)."""
         self.one_row_attention = False
@@ -99,6 +101,10 @@ class TritonOps:
         """The sum."""
         add_rows(x_RH, y_RH, out_RH, early_start=self._early)
 
+    def _by_rows(self, rows: int, weight_OI: torch.Tensor) -> bool:
+        """Whether a kernel multiplies these several rows at once."""
+        return (self.row_products and fits(rows, weight_OI)) or (self.row_heads and fits_head(rows, weight_OI))
+
     def product(
         self,
         x_RI: torch.Tensor,
@@ -108,7 +114,7 @@ class TritonOps:
     ) -> torch.Tensor:
         """One product: of few rows by a kernel of ours, otherwise by PyTorch's."""
         result = None
-        if self.row_products and isinstance(linear, CudaLinear) and fits(len(x_RI), linear.weight_OI):
+        if isinstance(linear, CudaLinear) and self._by_rows(len(x_RI), linear.weight_OI):
             return row_product(
                 x_RI, linear.weight_OI, linear.bias_O, activation=activation, out_dtype=out_dtype,
                 early_start=self._early,
@@ -137,7 +143,7 @@ class TritonOps:
         """In one kernel for few rows."""
         first, stream = (residual_RH, None) if x_RH is None else (x_RH, residual_RH)
         rows = len(residual_RH)
-        if self.row_products and isinstance(linear, CudaLinear) and fits(rows, linear.weight_OI):
+        if isinstance(linear, CudaLinear) and self._by_rows(rows, linear.weight_OI):
             return row_product(
                 first, linear.weight_OI, linear.bias_O, stream_RI=stream, norm_I=weight_H, eps=eps,
                 activation=activation, out_dtype=out_dtype, early_start=self._early,

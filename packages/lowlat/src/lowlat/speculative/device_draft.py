@@ -165,8 +165,14 @@ class BlockDraft:
             return rows_RH.view(requests, block, -1)[:, first : first + count].transpose(0, 1).flatten(0, 1)
 
         norm, eps = self.network.norm.weight, config.rms_norm_eps
-        normed_MH = self._ops.add_norm(wanted(x_RH).contiguous(), wanted(residual_RH).contiguous(), norm, eps)
-        logits_MV = capped(self._ops.product(normed_MH, self._head), config)
+        last = wanted(x_RH).contiguous(), wanted(residual_RH).contiguous(), norm, eps
+        normed_MH = None
+        if config.kind == "dflash2":
+            normed_MH = self._ops.add_norm(*last)
+            logits_MV = self._ops.product(normed_MH, self._head)
+        else:
+            logits_MV, _ = self._ops.add_norm_product(*last, self._head)
+        logits_MV = capped(logits_MV, config)
         next_M = rows.next_R.view(requests, block)[:, :count].t().reshape(-1)
         logits_GBV, next_GB = logits_MV.view(count, requests, -1), next_M.view(count, requests)
         anchor_B = rows.tokens_R.view(requests, block)[:, 0].contiguous()
@@ -176,7 +182,7 @@ class BlockDraft:
             embed_XE, head_VE = network.get_parameter("markov_embed.weight"), network.markov_head.weight
             choice = (slots_B, next_GB, settings, known, SHARPNESS)
             return self._tokens(self._ops.walk(logits_GBV, first_B, embed_XE, head_VE, *choice)), None
-        if config.kind == "dflash2":
+        if normed_MH is not None:
             normed_GBH = normed_MH.view(count, requests, -1)
             return self._select(logits_GBV, normed_GBH, anchor_B, slots_B, next_GB, settings), None
         known = self.network.vocabulary

@@ -33,7 +33,7 @@ let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previou
 MOST_ROWS = 16
 _MOST_SCORES = 64
 """Query rows times heads of a group that a program holds."""
-_PARTS = 16
+_PARTS = 32
 """Parts that a program joins at once."""
 
 

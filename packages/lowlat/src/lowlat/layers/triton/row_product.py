@@ -19,8 +19,10 @@ from lowlat.layers.triton.pin import pinned
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
 MOST_ROWS = 16
-# Output features of a program.
-_OUTPUTS = 16
+# Output features of a program, and of one of a head.
+_OUTPUTS, _HEADS_OUTPUTS = 16, 32
+# More output features are a vocabulary's; of more input features too few programs would have room beside each other.
+_LEAST_HEAD, _WIDEST_HEAD = 16384, 1024
 # Beyond so many input features a program's shared memory is too small.
 _WIDEST = 2560
 
@@ -137,6 +139,12 @@ def fits(rows: int, weight_OI: torch.Tensor) -> bool:
     return 1 < rows <= MOST_ROWS and small and weight_OI.dtype == torch.bfloat16
 
 
+def fits_head(rows: int, weight_OI: torch.Tensor) -> bool:
+    """Whether they are for the product with a head: it is read as a stream, program after program."""
+    few = 1 < rows <= MOST_ROWS and weight_OI.dtype == torch.bfloat16
+    return few and weight_OI.shape[1] <= _WIDEST_HEAD and len(weight_OI) > _LEAST_HEAD
+
+
 def row_product(
     x_RI: torch.Tensor,
     weight_OI: torch.Tensor,
@@ -149,8 +157,8 @@ def row_product(
     out_dtype: torch.dtype | None = None,
     early_start: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `product.product`, of products that `fits`. What is multiplied is rounded to the weight's type, as it is after
-    a norm that stands alone, but the norm's factor for the whole row comes after the sums."""
+    """As `product.product`, of products that `fits` or `fits_head`. What is multiplied is rounded to the weight's type,
+    as it is after a norm that stands alone, but the norm's factor for the whole row comes after the sums."""
     rows, width = x_RI.shape
     outputs = len(weight_OI) // (1 if activation is None else 2)
     assert x_RI.is_contiguous()
@@ -159,11 +167,12 @@ def row_product(
     out_RO = torch.empty(rows, outputs, dtype=out_dtype or weight_OI.dtype, device=x_RI.device)
     sum_RI = x_RI if stream_RI is None else torch.empty_like(x_RI)
     parts, part, piece = parts_of(width)
-    row_product_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
+    block_n = _HEADS_OUTPUTS if outputs > _LEAST_HEAD else _OUTPUTS
+    row_product_kernel[(triton.cdiv(outputs, block_n),)](
         x_RI, x_RI if stream_RI is None else stream_RI, x_RI if norm_I is None else norm_I, weight_OI,
         x_RI if bias_O is None else bias_O, out_RO, sum_RI, rows, outputs, eps, WIDTH=width,
         ADD=stream_RI is not None, NORM=norm_I is not None, GATE=-1 if activation is None else KINDS[activation],
-        BIAS=bias_O is not None, PARTS=parts, PART=part, PIECE=piece, BLOCK_N=_OUTPUTS,
+        BIAS=bias_O is not None, PARTS=parts, PART=part, PIECE=piece, BLOCK_N=block_n,
         BLOCK_R=8 if rows <= 8 else 16, EARLY=early_start, num_warps=parts, **early.launch_options(early_start),
     )  # fmt: skip
     return out_RO, sum_RI
