@@ -157,7 +157,7 @@ def measure(plan: MarkovPlan, requests: int, temperature: float, rounds: int, ce
             flush=True,
         )
     if rank == 0:
-        print(verdict(samples), flush=True)
+        print(verdict(samples, "torch-eager-graph"), flush=True)
     return rows
 
 

@@ -175,7 +175,7 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
                 f" [{row.low:.1f}, {row.high:.1f}] us, {row.ceiling_fraction:.2f} of the ceiling",
                 flush=True,
             )
-        print(verdict({arm: measured.samples(arm) for arm in measured.rounds}), flush=True)
+        print(verdict({arm: measured.samples(arm) for arm in measured.rounds}, "torch-eager-graph"), flush=True)
         for arm, error in measured.errors.items():
             print(f"   {arm} broke and is left out: {error}", flush=True)
     for mixture, _ in sets:

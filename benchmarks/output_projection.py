@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/nvidia"))
 from output_kit import make_residual, make_weights
 from ranks import exchange, join, slowest
+from variants import verdict
 
 from lowlat.bench.results import Simulated, default_directory, new_result, row_from_samples, save
 from lowlat_nvidia.comm.output_projection import OutputPlan, OutputProjection, reference
@@ -107,6 +108,7 @@ def write(samples: dict[str, list[float]], plan: OutputPlan, rows: int, results:
             f"{plan.ranks} GPUs, {rows} rows: {name:18} {row.median:6.2f} [{row.low:.2f}, {row.high:.2f}] us",
             flush=True,
         )
+    print(verdict(samples, "general"), flush=True)
     print(save(result, Path(results)), flush=True)
 
 
