@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from itertools import pairwise
@@ -170,7 +171,8 @@ class GeneralArm:
         return [(after - before) * 1e6 for before, after in pairwise(arrivals)]
 
     def close(self) -> None:
-        """Drop the model, its cache and its graphs."""
-        del self.runner
+        """Drop the model, its cache and its graphs, and a kernel library's packed weights."""
+        del self.runner, self.low
         if self._case.device == "cuda":
+            gc.collect()  # a runner and its graphs hold each other
             torch.cuda.empty_cache()

@@ -179,6 +179,7 @@ class TorchArm:
             raise ArmUnavailableError("the plain PyTorch step has random weights only: leave out --model-folder")
         self._steps = case.steps
         self._cuda = case.device == "cuda"
+        self._compiled = compiled
         self.note = "" if self._cuda else "no CUDA graph on a CPU"
         with torch.inference_mode():
             step = TorchStep(case, compiled=compiled)
@@ -192,7 +193,10 @@ class TorchArm:
             return time_cuda(self._run, self._steps) if self._cuda else time_cpu(self._run, self._steps)
 
     def close(self) -> None:
-        """Drop weights and graph."""
+        """Drop weights and graph, and what was compiled: each case compiles the layer for its own sizes, and PyTorch
+        refuses the ninth version of a function."""
         del self._run
+        if self._compiled:
+            torch.compiler.reset()
         if self._cuda:
             torch.cuda.empty_cache()

@@ -98,7 +98,10 @@ def regions(
         if own_draft and not v41:
             raise ValueError(f"--spec draft: {model} has no draft of its own; {' and '.join(V41_NAMES)} do")
         if v41 and place != "cpu":
-            raise ValueError(f"{model} is computed on CPUs only: add --device cpu")
+            raise ValueError(
+                f"{model} is computed on CPUs only: add --device cpu. Its experts' kernels on a GPU: "
+                "python benchmarks/expert_window.py"
+            )
         check_output(perfetto, "--perfetto")
         check_output(timeline, "--timeline")
         if timeline is not None:

@@ -21,7 +21,8 @@ Examples:
 
   lowlat bench step --model llama-1b --device cuda --arms torch-compile,vllm,read-floor --rows 1,8 --context 1024,8192
 
-  lowlat bench step --model llama-1b,qwen3-8b --device cuda --arms general,lowlat-nvidia,read-floor --save
+  lowlat bench step --model llama-1b,qwen3-8b --device cuda --save \\
+    --arms general,lowlat-nvidia,torch-eager-graph,torch-compile,transformers,read-floor
 
   lowlat bench step --model deepseek-v41 --arms read-floor --rows 6 --tp 4 --device cuda    bytes and floor alone
 
