@@ -142,3 +142,13 @@ def test_the_readme_of_this_repository_is_current():
     assert readme.replace_block(text, readme.performance_block(found)) == text, "run: lowlat bench report --readme"
     page = (place.parent / readme.PAGE).read_text(encoding="utf-8")
     assert report.full_report(found) == page, "run: lowlat bench report --readme"
+
+
+def test_the_documented_ab_is_the_command_that_was_run():
+    from lowlat.bench.results import load_all
+    from lowlat.bench.stamp import repository_root
+
+    commands = [one.command for one in report.newest(load_all()) if one.name == "ab-8k1k-llama-1b"]
+    assert len(commands) == 1
+    text = (repository_root() / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert f"\n{commands[0]}\n" in text
