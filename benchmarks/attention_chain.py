@@ -25,7 +25,7 @@ from variants import fields, verdict
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
-from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Row, Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat_nvidia.deepseek_v4 import attention_reference as reference
 from lowlat_nvidia.deepseek_v4.attention_chain import AttentionChain, ChainInputs, ChainPlan
@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--stamps", action="store_true", help="when phases of 6 rows end, in place of times of regions")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
+    folder = check_folder(got.results)
     if got.stamps:
         for form, plan in FORMS.items():
             print(f"{form.strip() or 'default'}:")
@@ -143,7 +144,7 @@ def main() -> None:
     result = new_result("attention-region", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=1)
     for rows in (int(text) for text in got.rows.split(",")):
         result.rows += measure(rows, got.rounds, ceiling.tb_s)
-    print(save(result, got.results or default_directory()))
+    print(save(result, folder))
 
 
 if __name__ == "__main__":

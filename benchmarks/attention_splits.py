@@ -25,7 +25,7 @@ from variants import fields, verdict
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
 from lowlat.bench.presets import DenseShape, find_shape
-from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Row, Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import RowSegments
@@ -125,6 +125,7 @@ def main() -> Path:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
+    folder = check_folder(got.results)
     ceiling = measure_ceiling("cuda")
     result = new_result("attention-splits", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=1)
     for model in got.models.split(","):
@@ -144,7 +145,7 @@ def main() -> Path:
             print(verdict(samples, "general"), flush=True)
             del case
             torch.cuda.empty_cache()
-    path = save(result, got.results or default_directory())
+    path = save(result, folder)
     print(path)
     return path
 

@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write it under benchmarks/results")
     arguments = parser.parse_args()
+    if arguments.save:
+        results.check_folder()
     torch.set_num_threads(1)
     weights = [torch.randn(shape) * 0.02 for shape in SHAPES]
     forms = {

@@ -150,6 +150,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="write it under benchmarks/results")
     arguments = parser.parse_args()
+    if arguments.save:
+        results.check_folder()
     torch.set_num_threads(1)
     model = transformers.LlamaForCausalLM.from_pretrained(open_checkpoint("smollm2").folder, dtype=torch.float32).eval()
     loop = PlainLoop(model, 128)

@@ -32,7 +32,7 @@ from variants import fields, verdict
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
-from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Row, Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat_nvidia.comm.peers import PeerBuffer
 from lowlat_nvidia.draft import reference
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
-    folder = str(got.results or default_directory())
+    folder = str(check_folder(got.results))
     if got.ranks == 1:
         run(0, 1, got.vocabulary, got.rank, got.rounds, folder)
     else:

@@ -27,7 +27,7 @@ from variants import fields, verdict
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
-from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Row, Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat_nvidia.deepseek_v4 import experts_reference as reference
 from lowlat_nvidia.deepseek_v4.experts import RoutedExperts
@@ -190,6 +190,7 @@ def main() -> Path:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
+    folder = check_folder(got.results)
     ceiling = measure_ceiling("cuda")
     plan = ExpertsPlan()
     sets = []
@@ -201,7 +202,7 @@ def main() -> Path:
     result = new_result("expert-window", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=1)
     for rows in (int(text) for text in got.rows.split(",")):
         result.rows += measure(plan, sets, rows, got.rounds, ceiling.tb_s)
-    path = save(result, got.results or default_directory())
+    path = save(result, folder)
     print(path)
     return path
 

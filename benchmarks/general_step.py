@@ -39,7 +39,7 @@ from lowlat.bench.arms.torch_step import capture, time_cpu, time_cuda
 from lowlat.bench.ceiling import Ceiling, measure_ceiling
 from lowlat.bench.presets import DenseShape, find_shape
 from lowlat.bench.random_checkpoint import RandomCheckpoint
-from lowlat.bench.results import Result, Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Result, Row, Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.roofline import dense_step_bytes
 from lowlat.bench.stats import Alternation, alternate
 from lowlat.cache.layout import KVPool
@@ -341,6 +341,7 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--ceiling-gb", type=float)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args(arguments)
+    folder = check_folder(got.results)
     options = Options(
         got.device,
         got.dtype,
@@ -361,7 +362,7 @@ def main(arguments: list[str] | None = None) -> Path:
         parser.error(f"{turns} steps of a case, and its requests have {ANSWER} tokens: fewer --rounds or --steps")
     if any(context % PAGE for context in options.contexts):
         parser.error(f"--contexts: multiples of {PAGE}")
-    path = run(options, got.results or default_directory())
+    path = run(options, folder)
     print(path)
     return path
 

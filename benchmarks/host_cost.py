@@ -98,6 +98,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="write it under benchmarks/results")
     arguments = parser.parse_args()
+    if arguments.save:
+        results.check_folder()
     arms = {f"batch {batch}": (lambda batch=batch: microseconds_a_step(batch)) for batch in (1, 8)}
     measured = stats.alternate(arms, arguments.rounds)
     rows = [

@@ -26,7 +26,7 @@ from output_kit import make_residual, make_weights
 from ranks import exchange, join, slowest
 from variants import verdict
 
-from lowlat.bench.results import Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Simulated, check_folder, new_result, row_from_samples, save
 from lowlat_nvidia.comm.output_projection import OutputPlan, OutputProjection, reference
 from lowlat_nvidia.comm.peers import PeerBuffer
 
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
     inputs = got.inputs or min(4096, 8192 // got.ranks)
-    folder = str(got.results or default_directory())
+    folder = str(check_folder(got.results))
     mp.spawn(worker, (got.ranks, inputs, got.rows, got.rounds, folder, 29533), nprocs=got.ranks)
 
 

@@ -241,6 +241,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--save", action="store_true", help="write it under benchmarks/results")
     parser.add_argument("--results", type=pathlib.Path, help="write it under this folder")
     arguments = parser.parse_args()
+    if arguments.save or arguments.results:
+        results.check_folder(arguments.results)
     gpu = arguments.device == "cuda"
     arguments.dtype = arguments.dtype or ("bfloat16" if gpu else "float32")
     arguments.chunk_tokens = arguments.chunk_tokens or (2048 if gpu else 512)

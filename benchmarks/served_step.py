@@ -21,7 +21,7 @@ from urllib.parse import urlparse
 from lowlat.bench.local_server import local_server
 from lowlat.bench.presets import find_shape
 from lowlat.bench.random_model import make_folder
-from lowlat.bench.results import Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.stats import percentile
 from lowlat.engine.build import build_engine
 from lowlat.engine.config import EngineConfig
@@ -140,9 +140,10 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="folder for the model and compiled kernels, kept for other parts")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
+    results = check_folder(got.results)
     # A result of its own: it may be of another day than the rest, which it would replace in tables.
     name = "cold-start" if got.parts == "cold" else "served-step"
-    run = Run(name, got.model, got.results or default_directory())
+    run = Run(name, got.model, results)
     with tempfile.TemporaryDirectory(prefix="lowlat-served-") as scratch:
         measure(run, got.scratch or Path(scratch), got)
 

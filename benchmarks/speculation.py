@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     parser.add_argument("--results", type=Path, help="write the result into this folder")
     arguments = parser.parse_args()
+    if arguments.save or arguments.results:
+        results.check_folder(arguments.results)
     data = os.environ.get("LOWLAT_DATA")
     if not data or not Path(data, "traces", "agent").is_dir():
         sys.exit("set LOWLAT_DATA to the folder that holds traces/agent")

@@ -31,7 +31,7 @@ import torch
 
 from lowlat.bench.presets import find_shape
 from lowlat.bench.random_checkpoint import RandomCheckpoint
-from lowlat.bench.results import Row, Simulated, default_directory, new_result, row_from_samples, save
+from lowlat.bench.results import Row, Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat.engine import build, device_build, ranks
 from lowlat.engine.config import EngineConfig
@@ -338,6 +338,7 @@ def main() -> None:
     for name in ("--turns", "--part", "--size", "--folder", "--rank"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     got = parser.parse_args()
+    results = check_folder(got.results)
     if got.part is not None:
         turn = Turn(got.turns, got.part)
         if got.rank is not None:
@@ -356,7 +357,7 @@ def main() -> None:
         result.rows += rows
         if path is not None:
             path.unlink()  # written again with every part, so that a run cut short keeps what it has
-        path = save(result, got.results or default_directory())
+        path = save(result, results)
 
     with tempfile.TemporaryDirectory() as folder:
         take_turns(start(got, Path(folder)), Path(folder), got.ready, took)

@@ -28,7 +28,7 @@ from variants import fields, verdict
 from lowlat.bench.arms.base import StepCase
 from lowlat.bench.arms.general import GeneralArm
 from lowlat.bench.presets import PRESETS, any_shape
-from lowlat.bench.results import Simulated, default_directory, new_result, row_from_interval, row_from_samples, save
+from lowlat.bench.results import Simulated, check_folder, new_result, row_from_interval, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat.engine import device_build, row_kernels
 
@@ -71,6 +71,7 @@ def main() -> Path:
     parser.add_argument("--steps", type=int, default=60, help="of an arm in a round, each way")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
+    folder = check_folder(got.results)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     shape = any_shape(got.model)
     common: dict[str, Any] = {"shape": shape, "context": got.context, "device": "cuda", "steps": got.steps}
@@ -106,7 +107,7 @@ def main() -> Path:
         print(f"   a step with guesses takes {ratio.value:.3f} plain ones [{ratio.low:.3f}, {ratio.high:.3f}]")
         over = {"workload": f"{shape.name}, {got.spec} over plain, steps", "draft": got.spec, **where}
         result.rows.append(row_from_interval(steps, arm="general", metric="speedup", **over))
-    path = save(result, got.results or default_directory())
+    path = save(result, folder)
     print(path)
     return path
 

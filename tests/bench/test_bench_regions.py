@@ -170,7 +170,7 @@ def test_a_step_that_moves_three_times_is_refused_with_cause_and_cure(monkeypatc
     for part in (
         "x: the regions sum to -13.0% of the step without marks (115.0 us, 3 times measured)",
         "more than 3% is refused", "the step without marks itself moved by 30.0%", "load average 5.2 on 2 cores",
-        "--threads 1", "run this again",
+        "--threads 1", "run this again", "Where a quiet machine refuses too, it is the marks",
     ):  # fmt: skip
         assert part in text
 

@@ -194,10 +194,13 @@ def _refusal(times: RegionTimes) -> str:
     if not found:
         return text + "nothing else moved, so the marks did it. Use larger regions: more --rows, a larger --model"
     load, cores = load_average()
-    return (
-        f"{text}{'; '.join(found)} (load average {load:.1f} on {cores} cores). Other work on this machine does that: "
-        "end it or wait for it, or leave it cores (--threads 1), and run this again"
+    text += (
+        f"{'; '.join(found)} (load average {load:.1f} on {cores} cores). Other work on this machine does that: end it "
+        "or wait for it, or leave it cores (--threads 1), and run this again"
     )
+    if abs(times.marked_error) > SUM_TOLERANCE:
+        text += ". Where a quiet machine refuses too, it is the marks: use larger regions (--rows, a larger --model)"
+    return text
 
 
 def region_rows(times: RegionTimes, case: StepCase, note: str, details: Mapping[str, float] | None = None) -> list[Row]:

@@ -12,11 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lowlat.bench.keeper import Keeper as Keeper
-from lowlat.bench.keeper import finish as finish
-from lowlat.bench.progress import counter as counter
-from lowlat.bench.progress import end_progress as end_progress
-from lowlat.bench.progress import say as say
+from lowlat.bench.progress import end_progress
 from lowlat.bench.results import check_folder
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON (the format of docs/benchmarks.md).")]
