@@ -8,9 +8,25 @@ from lowlat.engine.setup_error import SetupError
 from lowlat.models.base import Model, prefill_rules
 from lowlat.models.loading.checkpoint import Checkpoint
 
+_LEAST = {
+    "tensor_parallel": 1,
+    "threads": 1,
+    "max_batch": 1,
+    "chunk_tokens": 1,
+    "page_size": 1,
+    "run_ahead": 0,
+    "replay_tail": 0,
+    "replay_prefix": 0,
+}
+"""The smallest value of each; where None is allowed, it means a choice of the engine's."""
 
-def check_sessions(config: EngineConfig) -> None:
-    """Budget and lifetimes of sessions. Raises `SetupError`."""
+
+def check_numbers(config: EngineConfig) -> None:
+    """What can be told without a model: sizes, and sessions' budget and lifetimes. Raises `SetupError`."""
+    for name, least in _LEAST.items():
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise SetupError(f"--{name.replace('_', '-')} {value}: use {least} or more")
     if not 0 <= config.session_budget <= 1:
         raise SetupError(f"--session-budget {config.session_budget}: use a part of the KV cache, 0 to 1")
     if not 0 < config.session_ttl <= config.session_ttl_max:
