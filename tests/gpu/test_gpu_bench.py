@@ -107,13 +107,15 @@ def test_regions_of_experts(tmp_path):
 def test_a_step_of_several_models(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWLAT_COMMIT", "0123456789")
     (tmp_path / "config.json").write_text(msgspec.json.encode(QWEN.config()).decode())
+    arms = ("general", "torch-eager-graph", "torch-compile", "transformers")
     options = StepOptions(
-        model=f"tiny,{tmp_path},deepseek-v41", arms=("general", "read-floor"), contexts=(100,), rounds=1, steps=2,
+        model=f"tiny,{tmp_path},deepseek-v41", arms=(*arms, "read-floor"), contexts=(100,), rounds=1, steps=2,
         device="cuda", dtype="bfloat16", ceiling_gb=0.5,
     )  # fmt: skip
-    outcome = run_step(options, command="test")
-    assert len(outcome.result.rows) == 5
-    assert list(outcome.unavailable) == ["general of deepseek-v41"]
+    states = []
+    outcome = run_step(options, command="test", measured=states.append)
+    assert [len(state.result.rows) for state in states] == [4, 5, 9, 10, 11], "told behind each case and model"
+    assert list(outcome.unavailable) == [f"{arm} of deepseek-v41" for arm in arms]
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
