@@ -24,7 +24,7 @@ SPEC.loader.exec_module(gpu_round)
 Job = gpu_round.Job
 
 
-def play(out: Path, jobs: list[Any], gpus: int = 1, budget: float = 60.0) -> dict[str, Any]:
+def play(out: Path, jobs: list[Any], gpus: int = 1, budget: float = 900.0) -> dict[str, Any]:
     outcomes = gpu_round.Round([str(gpu) for gpu in range(gpus)], budget, out).run(jobs)
     assert msgspec.json.decode((out / "summary.json").read_bytes(), type=list[gpu_round.Outcome]) == outcomes
     return {outcome.name: outcome for outcome in outcomes}
@@ -78,13 +78,13 @@ def test_timed_jobs_have_a_gpu_alone(tmp_path: Path, gpus: int) -> None:
 
 def test_a_job_is_ended_at_its_limit_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Job, "limit", property(lambda job: job.seconds))
-    jobs = [Job("leaves", "sh -c 'sleep 600 & echo $!'", 60), Job("hangs", "sh -c 'sleep 600 & echo $!; wait'", 4)]
+    jobs = [Job("leaves", "sh -c 'sleep 600 & echo $!'", 60), Job("hangs", "sh -c 'sleep 600 & echo $!; wait'", 8)]
     found = play(tmp_path, jobs, budget=120)
     assert found["leaves"].state == "passed"
     assert found["hangs"].state == "overtime"
     for name in ("leaves", "hangs"):
         child = int((tmp_path / f"{name}.log").read_text())
-        for _ in range(500):
+        for _ in range(6000):
             if not alive(child):
                 break
             time.sleep(0.02)
