@@ -50,14 +50,25 @@ SEVERAL: tuple[dict[str, Any], ...] = (
     {"units_wait": 1},
     {"units_wait": 2},
     {"units_under_way": 1},
+    {"release_early": True},
     {"ahead": 24, "ahead_cycles": 4000},
     {"streamed": True, "eager": True, "units_wait": 1},
     {"streamed": True, "eager": True, "units_under_way": 1},
     {"streamed": True, "eager": True, "ahead": 24, "ahead_cycles": 4000},
 )
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": (*SEVERAL, {"streamed": True, "under_way": 3}, {"streamed": True, "under_way": 6}),
-    "llama-1b": (*SEVERAL, {"ahead": 16, "ahead_cycles": 8000}),
+    "qwen3-0.6b": (
+        *SEVERAL,
+        {"streamed": True, "under_way": 3},
+        {"streamed": True, "under_way": 6},
+        {"streamed": True, "eager": True, "units": 16},
+        {"streamed": True, "eager": True, "units": 16, "under_way": 2},
+    ),
+    "llama-1b": (
+        *SEVERAL,
+        {"streamed": True, "eager": True, "release_early": True},
+        {"ahead": 16, "ahead_cycles": 8000},
+    ),
     "qwen3-8b": (*SEVERAL, {"ahead": 16}, {"ahead": 64}, {"ahead": 64, "ahead_cycles": 4000}),
 }
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""

@@ -139,7 +139,10 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "streamed": ("heads of 128", {"streamed": True}),
     "streamed, all under way, nothing early": ("heads of 128", {"streamed": True, "under_way": 16, "early": False}),
     "streamed, eager, two under way": ("heads of 64", {"streamed": True, "eager": True, "under_way": 2}),
-    "units wait for the sum of splits": ("heads of 128", {"units_wait": 1, "units_under_way": 1}),
+    "units wait for the sum of splits": (
+        "heads of 128",
+        {"units_wait": 1, "units_under_way": 1, "release_early": True},
+    ),
     "units wait for gate and up": ("heads of 64", {"units_wait": 2, "units_under_way": 1, "ahead_cycles": 100}),
 }
 

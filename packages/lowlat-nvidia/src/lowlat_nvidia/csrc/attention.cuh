@@ -197,6 +197,14 @@ DEV void weigh(Context& c, const float (&s)[2][2], Accumulator& acc, u32 (&weigh
 }
 // A unit of a row: its place in the step's units, its first token.
 struct Unit { int row, base; u32 index; };
+// Gives units back; `seen` depends on all that was loaded from each.
+template <int COUNT>
+DEV void give_back(Context& c, const Unit (&units)[COUNT], const u32 (&seen)[COUNT]) {
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < COUNT; n++)
+    if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen[n], shared_address(&c.s.unit_empty[units[n].index % UNITS])));
+}
 // A unit each of COUNT rows, side by side: tokens from the ring, this step's own from where `prepare_heads` left them. Gives the
 // units back.
 template <int COUNT, bool FIRST>
@@ -250,6 +258,17 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
         mma(chain[n][j][0], query[n][i], key[n][j][i].x, key[n][j][i].z);
         mma(chain[n][j][1], query[n][i], key[n][j][i].y, key[n][j][i].w);
       }
+#if RELEASE_EARLY
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    seen[n] = 0;
+#pragma unroll
+    for (int i = 0; i < KEY_LOADS; i++) seen[n] ^= key[n][0][i].w ^ key[n][1][i].w;
+#pragma unroll
+    for (int i = 0; i < TILES_OUT; i++) seen[n] ^= value[n][i].w;
+  }
+  give_back<COUNT>(c, units, seen);
+#endif
   u32 weight[COUNT][2];
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
@@ -272,10 +291,7 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
       mma(acc[n].out[i], value[n][i], weight[n][0], weight[n][1]);
       seen[n] ^= value[n][i].w;
     }
-  __syncwarp();
-#pragma unroll
-  for (int n = 0; n < COUNT; n++)
-    if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen[n], shared_address(&c.s.unit_empty[units[n].index % UNITS])));
+  if (!RELEASE_EARLY) give_back<COUNT>(c, units, seen);
 }
 
 // Leaves a warp's sum of a row for `publish_splits`: 16 bytes of each tile of lanes with heads, one after the other.

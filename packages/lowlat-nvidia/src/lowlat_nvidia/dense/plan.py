@@ -150,7 +150,8 @@ class DensePlan:
     Of steps of several rows: with `streamed` their weights are asked for as one row's are (`under_way`, `early`); with
     `eager` all words are polled as soon as any is there; a copying warp has at most `units_under_way` units on their
     way (0: what fits), and brings at most one into the L2 in `ahead_cycles`; with `units_wait` a layer's units are
-    asked for when the layer before has summed its splits (1) or begun gate and up (2), not at once.
+    asked for when the layer before has summed its splits (1) or begun gate and up (2), not at once. With
+    `release_early` a unit's place is empty before its weights are known, of one row too.
 
     Of steps of one row: a warp asks for `under_way` pages of weights at once; with `early` a stage's first pages are in
     registers before its inputs are there; with `fold` the output projection is computed by KV heads and every block
@@ -171,6 +172,7 @@ class DensePlan:
     units_under_way: int = 0
     ahead_cycles: int = 0
     units_wait: int = 0
+    release_early: bool = False
     idle_ns: int = 20
     paced: bool = True
     plain_copies: bool = False
@@ -298,6 +300,7 @@ class DensePlan:
             "UNITS_UNDER_WAY": self.units_under_way,
             "AHEAD_CYCLES": self.ahead_cycles,
             "UNITS_WAIT": self.units_wait,
+            "RELEASE_EARLY": int(self.release_early),
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),
