@@ -22,6 +22,7 @@ from lowlat.speculative import int8_linear
 from lowlat.speculative.device_draft import SHARPNESS
 from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import load_draft
+from lowlat.speculative.packed_network import PackedNetwork
 from lowlat.speculative.proposer import DraftRequest
 from lowlat.training.anchors import draw_anchors
 from lowlat.training.draft_loss import blocks, loss_of
@@ -276,6 +277,30 @@ def test_updates_of_matrices_have_singular_values_near_one():
         left, _, right = torch.linalg.svd(matrices, full_matrices=False)
         likeness = (orthogonal(matrices) * (left @ right)).sum((1, 2)) / min(shape[1:])
         assert float(likeness.min()) > 0.8
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_packed_network_is_the_network(kind: str):
+    network = random_network(draft_config(kind), seed=3)
+    generator = torch.Generator().manual_seed(1)
+    features, places = torch.randn(5, 128, generator=generator), torch.tensor([3, 4, 5, 9, 70])
+    rows, blocks_at = torch.randn(2, 5, 64, generator=generator), torch.arange(5) + torch.tensor([[10], [31]])
+    lookers = []
+
+    def attend(layer, q, k, v):
+        lookers.append((layer, q.shape, k.shape, v.shape))
+        return q + layer + (k + 2 * v).repeat_interleave(2, 2)
+
+    products = [(network, lambda weight: partial(torch.nn.functional.linear, weight=weight))]
+    if int8_linear.available():
+        products.append((int8_linear.with_int8(network, least=1), int8_linear.int8_product))
+    for plain, pack in products:
+        packed = PackedNetwork(network, pack)
+        for mine, theirs in zip(packed.context(features, places), plain.context(features, places), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        lookers.clear()
+        torch.testing.assert_close(packed.block(rows, blocks_at, attend), plain.block(rows, blocks_at, attend))
+        assert lookers[:2] == lookers[2:]
 
 
 def test_drafts_in_int8_guess_like_those_in_float32():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from lowlat.cache.groups import bytes_per_token, whole
 from lowlat.cache.layout import KVLayout, KVPool
@@ -35,6 +36,7 @@ from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft, shipped_draft
 from lowlat.speculative.draft_model import ModelProposer
 from lowlat.speculative.draft_network import DraftNetwork
+from lowlat.speculative.packed_network import PackedNetwork
 from lowlat.speculative.proposer import Choose, Proposer
 
 _MOST_SEQUENTIAL = 15
@@ -78,6 +80,10 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build
 def _choose(runner: ModelRunner, tokens_V: torch.Tensor | None = None, sharpness: float = 1.0) -> Choose:
     keys_V = None if tokens_V is None else token_keys(tokens_V.numpy())
     return lambda logits_V, slot, position: draw_guess(logits_V, runner.sampling_of(slot), position, keys_V, sharpness)
+
+
+def _product(weight_OI: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x_RI: F.linear(x_RI, weight_OI)
 
 
 class _SmallModel:
@@ -156,10 +162,12 @@ class _TrainedDraft:
         pages, size = _pool_size(runner)
         pool = KVPool(draft_layout(self._network, pages, size), torch.device("cpu"))
         choose = _choose(runner, self._network.vocabulary, SHARPNESS)
-        network, head = self._network, self._host_head()
+        network, head, packed = self._network, self._host_head(), None
+        if network.config.kind != "dflash2":
+            packed = PackedNetwork(network, int8_linear.int8_product if int8_linear.available() else _product)
         if int8_linear.available():
-            network = int8_linear.with_int8(network)
-        proposer = BlockProposer(network, pool, runner.rows, self._model.embed, head, choose=choose)
+            network = int8_linear.with_int8(network, layers=packed is None)
+        proposer = BlockProposer(network, pool, runner.rows, self._model.embed, head, choose=choose, packed=packed)
         if runner.rank == 0:
             self._model.taps = Taps(self._network.config.target_layer_ids, proposer.extend)
         return proposer

@@ -18,6 +18,7 @@ from lowlat.cache.layout import KVLayout, KVPool
 from lowlat.layers.step import StepInputs
 from lowlat.speculative.draft_heads import Head, greedy, walk
 from lowlat.speculative.draft_network import DraftNetwork
+from lowlat.speculative.packed_network import PackedNetwork
 from lowlat.speculative.proposer import Choose, DraftRequest, Proposal, Tables
 
 _MOST_WAITING = 64
@@ -56,9 +57,11 @@ class BlockProposer:
         embed: Embed,
         head: Head,
         choose: Choose | None = None,
+        packed: PackedNetwork | None = None,
     ) -> None:
-        """`choose` None: guesses are the likeliest tokens."""
+        """`choose` None: guesses are the likeliest tokens. `packed`: in place of the network's layers."""
         self._network, self._pool, self._tables = network, pool, tables
+        self._layers = network if packed is None else packed
         self._dtype = network.fc.weight.dtype
         self._embed, self._head, self._choose = embed, head, choose
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -94,7 +97,7 @@ class BlockProposer:
             kept = torch.tensor(sorted(last.values()))
             rows = [part.index_select(0, kept) for part in rows]
         features_RX, positions_R, slots_R = rows
-        context = self._network.context(features_RX.to(self._dtype), positions_R)
+        context = self._layers.context(features_RX.to(self._dtype), positions_R)
         for (keys_RKD, values_RKD), keys_SKD, values_SKD in zip(
             context, self._pool.keys, self._pool.values, strict=True
         ):
@@ -109,7 +112,7 @@ class BlockProposer:
         tokens_QB = torch.tensor([[request.anchor, *masks] for request in requests])
         positions_QB = torch.tensor([[request.length] for request in requests]) + torch.arange(config.block_size)
         x_QBH = self._embed(tokens_QB.flatten()).to(self._dtype).view(*tokens_QB.shape, -1)
-        h_QBH = network.block(x_QBH, positions_QB, self._attend(requests))
+        h_QBH = self._layers.block(x_QBH, positions_QB, self._attend(requests))
         h_QPH = h_QBH if config.kind == "dspark" else h_QBH[:, 1:]
         pick = greedy if self._choose is None else self._picker(self._choose, requests)
         tokens_QP, confidence_QP = walk(network, self._head, h_QPH, tokens_QB[:, 0], pick)

@@ -19,8 +19,8 @@ Pick = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def greedy(logits_QV: torch.Tensor, place: int) -> torch.Tensor:
-    """The likeliest token."""
-    return logits_QV.argmax(-1)
+    """The likeliest token: NumPy's search is many times as fast as PyTorch's."""
+    return torch.from_numpy(logits_QV.numpy().argmax(-1))
 
 
 def walk(
@@ -48,14 +48,14 @@ def _tokens(network: DraftNetwork, places: torch.Tensor) -> torch.Tensor:
 def _markov(
     network: DraftNetwork, logits_QPV: torch.Tensor, h_QPH: torch.Tensor, anchor_Q: torch.Tensor, pick: Pick
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    place_Q, places, confidences = network.places(anchor_Q), [], []
+    place_Q, places, befores = network.places(anchor_Q), [], []
     for row in range(h_QPH.shape[1]):
-        before_QE = network.markov_embed(place_Q)
-        joined = torch.cat([h_QPH[:, row], before_QE], -1)
-        confidences.append(torch.sigmoid(network.confidence_head(joined)[:, 0].clamp(-60, 60)))
-        place_Q = pick(logits_QPV[:, row] + network.markov_head(before_QE), row)
+        befores.append(network.markov_embed(place_Q))
+        place_Q = pick(network.markov_head(befores[row]).add_(logits_QPV[:, row]), row)
         places.append(place_Q)
-    return _tokens(network, torch.stack(places, 1)), torch.stack(confidences, 1)
+    joined_QPX = torch.cat([h_QPH, torch.stack(befores, 1)], -1)
+    confidence_QP = torch.sigmoid(network.confidence_head(joined_QPX)[..., 0].clamp(-60, 60))
+    return _tokens(network, torch.stack(places, 1)), confidence_QP
 
 
 def _select(

@@ -50,10 +50,10 @@ class Int8Linear(nn.Module):
         return self._product(x)
 
 
-def with_int8(network: DraftNetwork, least: int = 1 << 14) -> DraftNetwork:
+def with_int8(network: DraftNetwork, least: int = 1 << 14, *, layers: bool = True) -> DraftNetwork:
     """A copy whose matrices of at least so many numbers are int8; not the first: a few of the model's features are a
-    thousand times as large as the others, which would round to nothing beside them."""
-    network = copy.deepcopy(network)
+    thousand times as large as the others, which would round to nothing beside them. Not `layers`: without them."""
+    network = copy.deepcopy(network, None if layers else {id(network.layers): nn.ModuleList()})
     for module in list(network.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear) and child is not network.fc and child.weight.numel() >= least:
