@@ -24,11 +24,12 @@ from lowlat.speculative.dflash import BlockProposer, draft_layout
 from lowlat.speculative.draft_files import load_draft
 from lowlat.speculative.packed_network import PackedNetwork
 from lowlat.speculative.proposer import DraftRequest
+from lowlat.training.accepted import accepted
 from lowlat.training.anchors import draw_anchors
 from lowlat.training.draft_loss import blocks, loss_of
 from lowlat.training.measuring import walked
 from lowlat.training.muon import orthogonal
-from lowlat.training.overlap import likeness
+from lowlat.training.overlap import likeness, parts
 from lowlat.training.target import Target
 from lowlat.training.texts import Prompts, TextError, Texts, conversations
 
@@ -142,8 +143,9 @@ def sessions(folder: Path, count: int) -> None:
         (folder / f"s{number}.jsonl").write_text("\n".join(lines))
 
 
+@pytest.mark.parametrize("path", [False, True])
 @pytest.mark.parametrize("accepting", [0.0, 0.6, 1.0])
-def test_the_slope_is_that_of_the_loss(target: Target, accepting: float):
+def test_the_slope_is_that_of_the_loss(target: Target, accepting: float, path: bool):
     """Against the loss written plainly, whose slope PyTorch finds."""
     network = random_network(draft_config("dspark"), seed=8)
     written = written_by(target, temperature=0.8)
@@ -153,7 +155,7 @@ def test_the_slope_is_that_of_the_loss(target: Target, accepting: float):
     target_QPV = (3 * found.target_QPV).requires_grad_(False)
     found = found._replace(scores_QPV=scores, target_QPV=target_QPV)
     assert not found.known_QP.all()
-    got = loss_of(found, found.right(), accepting=accepting)
+    got = loss_of(found, found.right(), accepting=accepting, path=path)
     (slope,) = torch.autograd.grad(got, scores)
     tau = found.temperature_Q.clamp(min=0.4)[:, None, None]
     weights = torch.exp(-torch.arange(scores.shape[1]) / 3) * found.known_QP
@@ -167,7 +169,9 @@ def test_the_slope_is_that_of_the_loss(target: Target, accepting: float):
 
     best = its.argmax(-1)
     match = its.amax(-1) * given(best) + (found.wanted_QP != best) * given(found.wanted_QP)
-    accepted = (match * found.known_QP).cumprod(1).sum(1)
+    before = given(found.wanted_QP) if path else match
+    before = torch.cat([torch.ones_like(match[:, :1]), (before * found.known_QP)[:, :-1].cumprod(1)], 1)
+    accepted = (before * match * found.known_QP).sum(1)
     loss = (1 - accepting) * (cross * weights).sum() / weights.sum() - accepting * accepted.log1p().mean()
     torch.testing.assert_close(got, loss)
     torch.testing.assert_close(slope, torch.autograd.grad(loss, scores)[0], atol=1e-5, rtol=1e-3)
@@ -266,6 +270,36 @@ def test_chance_that_both_draw_the_same_token():
     rows = [of.expand(len(drawn), -1) for of in (scores, target)]
     chance = likeness(*rows, drawn, torch.ones(len(drawn), 3))[:, 1].mean()
     assert float(chance) == pytest.approx(float(((scores + noise).argmax(-1) == drawn).float().mean()), abs=5e-3)
+
+
+def test_accepted_tokens_are_those_of_the_engine_along_the_path_alone():
+    """Three places, what comes after a token depends on it: against the engine's rule, with noise shared by both."""
+    generator = torch.Generator().manual_seed(2)
+    target = 2 * torch.randn(1 + 3 + 9, 3, generator=generator)
+    scores = target + torch.randn(1 + 3 + 9, 3, generator=generator)
+    best = int(target[0].argmax())
+    # The draft is right after the likeliest first token, and wrong after the others.
+    scores[[1 + token for token in range(3) if token != best]] *= -1
+    draws = 100_000
+    noise = -torch.empty(draws, 3, 3).exponential_(generator=generator).log()
+    before, right, counted = torch.zeros(draws, dtype=torch.int64), torch.ones(draws, dtype=torch.bool), 0.0
+    for place, first in enumerate((0, 1, 4)):
+        drawn, guessed = ((of[first + before] + noise[:, place]).argmax(1) for of in (target, scores))
+        right = right & (drawn == guessed)
+        counted += float(right.float().mean())
+        before = 3 * before + drawn
+    paths = torch.cartesian_prod(*[torch.arange(3)] * 3)
+    places = torch.stack([torch.zeros(27, dtype=torch.int64), 1 + paths[:, 0], 4 + 3 * paths[:, 0] + paths[:, 1]], 1)
+    rows, ones = (scores[places].flatten(0, 1), target[places].flatten(0, 1)), torch.ones(81, 3)
+    told = [of.view(27, 3) for of in parts(likeness(*rows, paths.flatten(), ones), rows[1], ones)]
+    chances = target[places].softmax(-1).gather(2, paths[..., None])[..., 0].prod(1)
+    assert float(chances.sum()) == pytest.approx(1)
+    everywhere = torch.ones(27, 3, dtype=torch.bool)
+    along, mixed = (
+        float((accepted(*told, everywhere, everywhere & path)[0] * chances).sum()) for path in (True, False)
+    )
+    assert along == pytest.approx(counted, abs=5e-3)
+    assert abs(mixed - counted) > 0.03, "what the likeliest token matches is counted before others' continuations too"
 
 
 def test_updates_of_matrices_have_singular_values_near_one():

@@ -93,6 +93,10 @@ def train_draft(
             help="Last part of the time, in which it is. Default: the part of --cooling; with --start the whole.",
         ),
     ] = None,
+    along_path: Annotated[
+        bool,
+        typer.Option("--along-path", help="Count acceptance along the tokens that the model drew: without bias."),
+    ] = False,
     start: Annotated[
         Path | None, typer.Option("--start", help="Folder of an earlier draft of the same shape, to go on from.")
     ] = None,
@@ -144,6 +148,7 @@ def train_draft(
         cooling=cooling,
         accepting=accepting,
         accepting_part=accepting_part,
+        along_path=along_path,
         start=None if start is None else str(start),
         device=device,
         seed=seed,

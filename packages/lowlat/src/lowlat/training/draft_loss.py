@@ -15,6 +15,7 @@ from lowlat.speculative.device_draft import SHARPNESS
 from lowlat.speculative.draft_files import DraftFileError
 from lowlat.speculative.draft_heads import edge_scores
 from lowlat.speculative.draft_network import Attend, DraftNetwork, capped
+from lowlat.training.accepted import accepted
 from lowlat.training.target import Target, Written
 
 _FADING = 3.0
@@ -27,8 +28,6 @@ _SHARPEST = 0.4
 """Least temperature at which draft and target are compared; greedy answers too are learnt at this one."""
 _GREEDY = 0.1
 """Temperature at which the target's choice counts as greedy, where acceptance is the aim."""
-_LEAST_CHANCE = 1e-9
-"""Of a match, where one divides by it."""
 
 
 class Blocks(NamedTuple):
@@ -125,11 +124,14 @@ def blocks(network: DraftNetwork, target: Target, written: Written, anchors_SA: 
     )
 
 
-def loss_of(found: Blocks, right_QP: torch.Tensor, every: int = 1, accepting: float = 0.0) -> torch.Tensor:
+def loss_of(
+    found: Blocks, right_QP: torch.Tensor, every: int = 1, accepting: float = 0.0, path: bool = False
+) -> torch.Tensor:
     """How far the draft's distributions are from the target's, fading along the block, and the confidence head's loss.
 
     `right_QP`: `Blocks.right(every)`; it teaches confidence. `accepting`: from 0 to 1, how much of the loss is in place
-    of that distance the number of tokens that a step would bring, with guesses drawn by the target's noise.
+    of that distance the number of tokens that a step would bring, with guesses drawn by the target's noise. `path`: see
+    `accepted`.
     `found.scores_QPV` is of no use afterwards: the slope takes its place.
     """
     places = torch.arange(found.wanted_QP.shape[1], device=found.wanted_QP.device)
@@ -139,7 +141,7 @@ def loss_of(found: Blocks, right_QP: torch.Tensor, every: int = 1, accepting: fl
     compared_QPV = found.scores_QPV if found.unary_QPV is None else found.unary_QPV
     # What stands in a prompt was not drawn.
     drawn_QP = torch.where(found.written_Q[:, None], found.wanted_QP, found.scores_QPV.shape[-1])
-    aim = (drawn_QP, weights_QP, found.temperature_Q, accepting)
+    aim = (drawn_QP, weights_QP, found.temperature_Q, accepting, path)
     loss: torch.Tensor = _Objective.apply(compared_QPV, found.target_QPV, *aim)  # type: ignore[no-untyped-call]
     if found.unary_QPV is not None:
         chosen_QP = found.scores_QPV.gather(2, found.wanted_QP[..., None])[..., 0] > _NEVER
@@ -185,6 +187,7 @@ class _Objective(torch.autograd.Function):
         weights_QP: torch.Tensor,
         temperature_Q: torch.Tensor,
         accepting: float,
+        path: bool,
     ) -> torch.Tensor:
         tau_Q = temperature_Q.clamp(min=_SHARPEST)
         heats_QC = torch.stack([1 / tau_Q, SHARPNESS / tau_Q, 1 / temperature_Q.clamp(min=_GREEDY)], 1).float()
@@ -193,25 +196,38 @@ class _Objective(torch.autograd.Function):
         scores_RV, target_RV = scores_QPV.detach().flatten(0, 1), target_QPV.flatten(0, 1)
         kernels, asked = _kernels(scores_QPV.device), {"cross": accepting < 1, "match": accepting > 0}
         found_RC: torch.Tensor = kernels.likeness(scores_RV, target_RV, wanted_R, heats_RC, **asked)
-        match_QP = found_RC[:, 1].view_as(weights_QP)
         distance_QP = found_RC[:, 0].view_as(weights_QP) * tau_Q[:, None]
-        reached_QP = (match_QP * (weights_QP > 0)).cumprod(1)
-        # Sum over prefixes of the chance that all of it is accepted, and its slope in each chance.
-        later_QP = reached_QP.flip(1).cumsum(1).flip(1) / match_QP.clamp(min=_LEAST_CHANCE)
-        # An answer's places are steps the less often, the more steps accept: a block counts by the logarithm of the
-        # tokens that it brings.
-        tokens_Q = 1 + reached_QP.sum(1)
-        each_Q1 = (accepting / len(tokens_Q) / tokens_Q)[:, None]
-        weights_RC = torch.stack([(1 - accepting) * weights_QP, each_Q1 * later_QP], -1).flatten(0, 1).float()
-        slope_RV = kernels.slope_(scores_RV, target_RV, heats_RC, found_RC, weights_RC.contiguous(), wanted_R, **asked)
-        ctx.save_for_backward(slope_RV.view_as(scores_QPV))
         distance = (distance_QP * weights_QP).sum()
-        return (1 - accepting) * distance - accepting * tokens_Q.log().mean()
+        loss, slopes = (1 - accepting) * distance, [(1 - accepting) * weights_QP]
+        if accepting:
+            of_parts = kernels.parts(found_RC, target_RV, heats_RC)
+            best_QP, other_QP, chance_QP = (of.view_as(weights_QP) for of in of_parts)
+            drawn_QP = (wanted_QP < scores_QPV.shape[-1]) & path
+            # An answer's places are steps the less often, the more steps accept: a block counts by the logarithm of the
+            # tokens that it brings.
+            accepted_Q, *slopes_QP = accepted(best_QP, other_QP, chance_QP, weights_QP > 0, drawn_QP)
+            tokens_Q = 1 + accepted_Q
+            loss = loss - accepting * tokens_Q.log().mean()
+            slopes += [accepting / len(tokens_Q) / tokens_Q[:, None] * of for of in slopes_QP]
+        else:
+            slopes += [torch.zeros_like(weights_QP)] * 2
+        weights_RC = torch.stack(slopes, -1).flatten(0, 1).float().contiguous()
+        slope_RV = kernels.slope_(scores_RV, target_RV, heats_RC, found_RC, weights_RC, wanted_R, **asked)
+        ctx.save_for_backward(slope_RV.view_as(scores_QPV))
+        return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (slope_QPV,) = ctx.saved_tensors
-        return slope_QPV, None, None, None, None, None  # the loss is a sum that this is part of: the gradient is 1
+        return (
+            slope_QPV,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )  # the loss is a sum that this is part of: the gradient is 1
 
 
 def _kernels(device: torch.device) -> Any:

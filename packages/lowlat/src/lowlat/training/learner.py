@@ -87,7 +87,7 @@ class Learner:
             found = blocks(network, target, written, anchors_SA)
         every = min(_LOOKED_AT, len(found.wanted_QP))
         right_QP = found.right(every)
-        loss = loss_of(found, right_QP, every, accepting)
+        loss = loss_of(found, right_QP, every, accepting, self._recipe.along_path)
         network.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)

@@ -64,6 +64,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     accepting_part: float | None = None
     """Part of the training, at its end, in which it is; None: all of it with `start`, since that draft knows the
     distributions already, else the part that cools."""
+    along_path: bool = False
+    """Count accepted tokens along those that the target drew (`accepted.accepted`)."""
     start: str | None = None
     """Folder of an earlier draft of the same shape, from whose weights training goes on."""
     device: str = "auto"
@@ -88,6 +90,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             raise RecipeError(f"--learning-rate {self.learning_rate:g} must lie between 0 and 1")
         if self.accepting_part is not None and not self.accepting:
             raise RecipeError("--accepting-part says when acceptance is in the loss: say how much of it: --accepting")
+        if self.along_path and not self.accepting:
+            raise RecipeError(
+                "--along-path says how acceptance is counted in the loss: say how much of it: --accepting"
+            )
         if self.accepting and (not part or (self.seconds is None and part * self.steps < 1)):
             raise RecipeError(
                 f"--accepting {self.accepting:g} would not be in the loss of any step: its part of the training is "

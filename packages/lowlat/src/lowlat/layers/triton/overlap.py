@@ -16,6 +16,9 @@ HEATS = 3
 match."""
 FOUND = 16
 """Columns of what is found of a row: cross entropy, chance of a match, then what `slope` needs."""
+_STEEP = (9, 13)
+"""Columns of those with how steep the match is: with the likeliest token, and with another."""
+_LIKELIEST, _LOG_ITS = 7, 6
 MOST: tl.constexpr = tl.constexpr(40.0)
 """Of the logarithm of one chance over another."""
 
@@ -154,6 +157,18 @@ def likeness(
     return found_RC
 
 
+def parts(
+    found_RC: torch.Tensor, target_RV: torch.Tensor, heats_RC: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of what `likeness` found with a match: the chance of a match with the likeliest token, that with another that
+    came, and the likeliest one's own chance, [R] each."""
+    likeliest_R1 = found_RC[:, _LIKELIEST, None].long()
+    chance_R = (target_RV.gather(1, likeliest_R1)[:, 0].float() * heats_RC[:, 2] - found_RC[:, _LOG_ITS]).exp()
+    # A match is a weight over a sum, its steepness the weight over the squared sum.
+    best_R = (chance_R * found_RC[:, _STEEP[0]]).sqrt()
+    return best_R, found_RC[:, _STEEP[1]].sqrt(), chance_R
+
+
 def slope_(
     scores_RV: torch.Tensor,
     target_RV: torch.Tensor,
@@ -165,12 +180,15 @@ def slope_(
     cross: bool = True,
     match: bool = True,
 ) -> torch.Tensor:
-    """The slope in the scores of: weights 0 times cross entropy times temperature, less weights 1 times the chance of a
-    match. Takes the place of the scores."""
+    """The slope in the scores of: weights 0 times cross entropy times temperature, less weights 1 and 2 times the match
+    with the likeliest token and with another. Takes the place of the scores."""
     rows, vocabulary = scores_RV.shape
-    assert weights_RC.is_contiguous()
+    weighed_RC = found_RC.clone()
+    for part, column in enumerate(_STEEP, 1):
+        weighed_RC[:, column] *= weights_RC[:, part]
+    kept_RC = torch.stack([weights_RC[:, 0], torch.ones_like(weights_RC[:, 0])], 1)
     slope_kernel[(rows, triton.cdiv(vocabulary, _BLOCK))](
-        scores_RV, target_RV, heats_RC, found_RC, weights_RC, vocabulary, CROSS=cross, MATCH=match, FOUND=FOUND,
+        scores_RV, target_RV, heats_RC, weighed_RC, kept_RC, vocabulary, CROSS=cross, MATCH=match, FOUND=FOUND,
         BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     return scores_RV
