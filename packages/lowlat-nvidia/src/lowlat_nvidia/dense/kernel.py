@@ -142,9 +142,9 @@ def _tensors(step: StepInputs) -> StepTensors:
 def shadow_limits(shape: plans.DenseShape) -> dict[str, float]:
     """How far logits, and keys and values, may be from the general path's, as the start's check measures them.
 
-    The two are rounded apart, so that a limit is the sum of what each of them is from float32, measured, of which two
-    thirds and more are the general path's own (docs/kernels/dense.md has the figures). With random weights that grows
-    with the layers, but hardly where they are narrow and add little to what they are given.
+    The two are rounded apart, so that a limit is about the sum of what each of them was measured to be off from
+    float32, most of which is the general path's own (docs/kernels/dense.md). With random weights that grows with the
+    layers, but hardly where they are narrow and add little to what they are given.
     """
     layers = shape.layers
     if shape.hidden <= 1024:
