@@ -113,6 +113,12 @@ def test_plots_are_drawn_from_points_and_repeat(tmp_path):
         "dense-step-8k1k-user-against-total.svg",
     }  # fmt: skip
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in written if path.suffix == ".png")
+    one_user = [
+        row(arm, 100, metric=metric, workload="8k1k")
+        for arm in ("general", "vllm")
+        for metric in ("tokens_per_s_user", "tokens_per_s_total")
+    ]
+    assert plots.user_against_total(result(*one_user), tmp_path / "c") == [], "two arms of one user are no line"
     svg = (tmp_path / "a" / "dense-step-roofline.svg").read_bytes()
     plots.draw_all([result(*steps)], tmp_path / "b")
     assert (tmp_path / "b" / "dense-step-roofline.svg").read_bytes() == svg

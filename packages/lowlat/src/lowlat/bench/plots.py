@@ -127,7 +127,7 @@ def user_against_total(result: Result, folder: pathlib.Path) -> list[pathlib.Pat
     written = []
     for workload in dict.fromkeys(key[0] for key in both):
         here = [key for key in both if key[0] == workload]
-        if len(here) < 2:
+        if len({users for _, _, users in here}) < 2:
             continue
         title = f"{workload}\n{caption(result)}"
         figure, axes = _figure(title, "tokens/s of one user (median)", "tokens/s in all")
