@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_simulator import KVSimulator, drain, make_core, make_request, solo_answer, solo_scores
 
+from lowlat.cache.windows import WindowPages
 from lowlat.engine.batch import PlanLimits, PrefillChunk, StepPlan, decode_plan, encode_plan
 from lowlat.engine.core import EngineCore
 from lowlat.engine.request import GenerateRequest, SamplingParams
-from lowlat.engine.score_task import ItemRows, ScoreProgress, ScoreTask
+from lowlat.engine.score_task import ItemRows, ScoreProgress, ScoreTask, begin_score
 
 NOTHING = SamplingParams(max_tokens=0)
 
@@ -296,3 +297,12 @@ def test_places_do_not_grow_with_the_number_of_items():
     long = score_request("b", [1, 2, 3], [[4, 5], list(range(15)), [6], [7, 8]])
     core.submit(long)
     check_scores(core, device, [long])
+
+
+def test_an_item_that_the_windows_have_no_room_for_is_refused_by_its_length():
+    task = ScoreTask(rows=[39], labels=[[1]], items=[30])
+    windows = WindowPages(4, 4, 4, 4)
+    with pytest.raises(ValueError, match=r"an item of 30 tokens is too long .* room for 16 tokens"):
+        begin_score(task, 40, 0, 8, windows)
+    assert begin_score(task, 40, 0, 8, None).query == 10
+    assert begin_score(ScoreTask(rows=[11], labels=[[1]], items=[2]), 12, 0, 8, windows).places == 12

@@ -22,7 +22,7 @@ from lowlat.engine.executor import StepResult
 from lowlat.engine.prefix_waits import comes_soon
 from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from lowlat.engine.running_set import RunningSet
-from lowlat.engine.score_task import ScoreProgress, check_task
+from lowlat.engine.score_task import begin_score
 from lowlat.engine.state_rows import StateRows
 from lowlat.engine.stats import EngineStats
 from lowlat.engine.step_writer import StepWriter
@@ -78,15 +78,16 @@ class Scheduler:
         if request.id in self._live:
             raise ValueError(f"request id {request.id!r} is already in use")
         limit = min(self.limits.max_pages * self.cache.page_size, self.cache.pool.total * self.cache.page_size)
-        score = self._score_progress(request)
-        size = len(request.prompt_ids) + request.sampling.max_tokens if score is None else score.places
-        if not request.prompt_ids or request.sampling.max_tokens < 0 or size > limit:
+        score, sampling, tokens = None, request.sampling, len(request.prompt_ids)
+        if request.score is not None:
+            score = begin_score(request.score, tokens, sampling.max_tokens, self.chunk_tokens, self.cache.windows)
+        size = tokens + sampling.max_tokens if score is None else score.places
+        if not tokens or sampling.max_tokens < 0 or size > limit:
             raise ValueError(
-                f"prompt of {len(request.prompt_ids)} tokens with max_tokens {request.sampling.max_tokens}: "
+                f"prompt of {tokens} tokens with max_tokens {sampling.max_tokens}: "
                 f"the prompt must have a token, and both together at most {limit}"
             )
         arrival = next(self._arrivals)
-        sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else (self._seed + arrival + 1) * _SEED_MULTIPLIER
         stops = frozenset(sampling.stop_token_ids)
         active = ActiveRequest(
@@ -103,19 +104,6 @@ class Scheduler:
             active.session = self.cache.sessions.join(request.session_id, request.cache_salt, request.session_ttl)
         self._live[request.id] = active
         heapq.heappush(self._waiting, active)
-
-    def _score_progress(self, request: GenerateRequest) -> ScoreProgress | None:
-        if request.score is None:
-            return None
-        check_task(request.score, len(request.prompt_ids), request.sampling.max_tokens)
-        score = ScoreProgress(len(request.prompt_ids), request.score, self.chunk_tokens)
-        windows = self.cache.windows
-        if windows is not None and windows.needs(score.places, score.places - score.query) > windows.total:
-            raise ValueError(
-                f"an item of {max(request.score.items)} tokens is too long to stand in one sequence with others: the "
-                f"model's windows have room for {windows.total * windows.page_size} tokens; send it by itself"
-            )
-        return score
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request early; false when it is not live (any more)."""

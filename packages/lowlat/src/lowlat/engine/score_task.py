@@ -9,8 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from lowlat.cache.windows import WindowPages
 
 
 class ScoreTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +109,25 @@ class ScoreProgress:
         return ItemRows(self.query, begin - first_item, lengths)
 
 
-def check_task(task: ScoreTask, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises `ValueError` where a task does not fit its request."""
+def begin_score(
+    task: ScoreTask, prompt_tokens: int, max_tokens: int, chunk_tokens: int, windows: WindowPages | None
+) -> ScoreProgress:
+    """The progress of a task of which nothing is computed.
+
+    `chunk_tokens`: most prompt tokens of a step. Raises `ValueError` where the task does not fit its request, or an
+    item the windows.
+    """
+    _check_task(task, prompt_tokens, max_tokens)
+    score = ScoreProgress(prompt_tokens, task, chunk_tokens)
+    if windows is not None and windows.needs(score.places, score.places - score.query) > windows.total:
+        raise ValueError(
+            f"an item of {max(task.items)} tokens is too long to stand in one sequence with others: the "
+            f"model's windows have room for {windows.total * windows.page_size} tokens; send it by itself"
+        )
+    return score
+
+
+def _check_task(task: ScoreTask, prompt_tokens: int, max_tokens: int) -> None:
     rows: Sequence[int] = task.rows
     if max_tokens or not rows or len(task.labels) not in (1, len(rows)):
         raise ValueError("a score needs max_tokens 0, rows to read, and labels for all or for each of them")
