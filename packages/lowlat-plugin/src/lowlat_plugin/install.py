@@ -46,6 +46,8 @@ class Policy(StrEnum):
 
 
 class State(StrEnum):
+    """How far kernels have come. Steps go to them while they are ACTIVE; FAILED and CLOSED are ends."""
+
     NONE = "none"
     CHOSEN = "chosen"
     BUILT = "built"

@@ -29,6 +29,8 @@ class CandidateReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's kernels: what was chosen and why not the others, what is covered, what was measured and counted."""
+
     policy: str
     state: str
     on: bool

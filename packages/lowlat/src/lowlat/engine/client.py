@@ -201,10 +201,12 @@ class EngineClient:
 
     @property
     def open_requests(self) -> int:
+        """Requests without a last output."""
         return len(self._streams)
 
     @property
     def pid(self) -> int | None:
+        """The engine process; None while there is none."""
         return self._process.pid if self._process is not None else None
 
     # Events

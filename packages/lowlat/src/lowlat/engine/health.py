@@ -8,6 +8,8 @@ import msgspec
 
 
 class EngineState(enum.StrEnum):
+    """Where an engine process stands, seen from the front. FAILED and CLOSED are ends."""
+
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"

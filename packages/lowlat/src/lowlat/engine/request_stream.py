@@ -25,6 +25,7 @@ class RequestStream:
         """Per request: (`time.monotonic()` in seconds, tokens) for each output that brought tokens."""
 
     def put(self, output: RequestOutput, now: float) -> None:
+        """Take in an output that arrived at `now` (`time.monotonic()`); what comes behind a last one is dropped."""
         if output.id not in self._open:
             return
         if output.token_ids:
