@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,24 @@ def test_a_training_that_is_killed_goes_on_as_if_it_had_not_been(
     for name, weight in whole.items():
         assert torch.equal(weight, found[name]), name
     assert not unfinished.exists()
+
+
+def test_what_starts_from_a_draft_accepts_what_it_did(small: Recipe, tmp_path: Path):
+    generator = torch.Generator().manual_seed(3)
+    for number in range(2):
+        said = "".join(map(chr, torch.randint(33, 93, (400,), generator=generator).tolist()))
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"input": said, "output": "x"}))
+    choices = {"data": (str(tmp_path),), "hold_out": 1, "steps": 30, "int8": False, "measured": 9, "alone_tokens": 0}
+    first = msgspec.structs.replace(small, **choices)
+    found = train(first, tmp_path / "first", lambda progress: None)
+    reports = [json.loads((tmp_path / "first" / "training.json").read_text())]
+    assert sum(of.accepted for of in found) > sum(of["accepted"] for of in reports[0]["measured_at_first"]) > 0
+    second = msgspec.structs.replace(first, start=str(tmp_path / "first"), steps=1)
+    train(second, tmp_path / "second", lambda progress: None)
+    reports.append(json.loads((tmp_path / "second" / "training.json").read_text()))
+    for was, now in zip(found, reports[1]["measured_at_first"], strict=True):
+        assert now["accepted"] == pytest.approx(was.accepted, abs=0.02)
+        assert now["blocks"] == pytest.approx(was.blocks, rel=0.02)
 
 
 def test_an_unfinished_training_is_not_lost_by_mistake(small: Recipe, tmp_path: Path):
