@@ -100,6 +100,26 @@ def test_weights_are_the_files_weights_to_the_bit(variant, kind):
     assert np.array_equal(y[0, :33], dense[:, 41])
 
 
+def test_all_matrices_lie_in_one_piece_of_the_size_that_was_told(tmp_path):
+    path = small_llama(0, tmp_path).checkpoint
+    file = gguf.GGUFFile(path)
+    memory = np.empty(weights.packed_bytes(file), np.uint8)
+    native.ask_for_huge_pages(memory)
+    allocate, parts = weights.in_one_piece(memory), []
+
+    def take(count: int) -> np.ndarray:
+        parts.append(allocate(count))
+        assert len(parts[-1]) == count
+        return parts[-1]
+
+    weights.PackedModel(path, native.load(), take, 1)
+    begins = [part.ctypes.data for part in parts]
+    assert len(parts) > 7
+    assert all(begin % weights.ALIGNED == 0 for begin in begins)
+    ends = [begin + part.nbytes for begin, part in zip(begins, parts, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_half_floats_include_subnormals_and_signs(variant):
     raw = np.zeros(16 * 34, np.uint8).reshape(16, 34)

@@ -6,7 +6,6 @@ import ctypes as c
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from lowlat_cpu import gguf, native, weights
@@ -58,9 +57,10 @@ class LlamaKernel(Kernel):
         return Plan(shapes, workspace_bytes=weights.packed_bytes(file), notes=self._library.instruction_set)
 
     def build(self, context: BuildContext) -> None:
-        def allocate(count: int) -> np.ndarray:
-            return context.workspace.empty((count,), torch.uint8).numpy()
-
+        file = gguf.GGUFFile(_path(context))
+        memory = context.workspace.empty((weights.packed_bytes(file),), torch.uint8).numpy()
+        native.ask_for_huge_pages(memory)
+        allocate = weights.in_one_piece(memory)
         self._model = weights.PackedModel(_path(context), self._library, allocate, torch.get_num_threads())
         self._longest = int(context.config["max_position_embeddings"])
         floats = self._library.workspace(c.byref(self._model.struct), native.MOST_ROWS, self._longest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import importlib.machinery
+import mmap
 import os
 from functools import cache
 from pathlib import Path
@@ -99,6 +100,17 @@ class Library:
         matrix.blocks = out.ctypes.data
         self.interleave(raw.ctypes.data, order.ctypes.data, c.byref(matrix), out.ctypes.data)
         return matrix
+
+
+def ask_for_huge_pages(memory: np.ndarray) -> None:
+    """Let the system map memory that was not touched yet in large pages, where it can: every step reads all weights,
+    and would miss the processor's table of small pages for each of them."""
+    madvise = getattr(c.CDLL(None), "madvise", None) if os.name == "posix" else None
+    first = -(-memory.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = memory.ctypes.data + memory.nbytes - first
+    if madvise is not None and hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
+        # Refused is no harm: pages stay small.
+        _declare(madvise, c.c_int, _POINTER, c.c_size_t, c.c_int)(first, length, mmap.MADV_HUGEPAGE)
 
 
 def _declare(function: Any, result: Any, *arguments: Any) -> Any:

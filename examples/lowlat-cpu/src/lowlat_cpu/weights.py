@@ -24,6 +24,8 @@ LAYER_MATRICES = {
     "up": "ffn_up",
     "down": "ffn_down",
 }
+ALIGNED = 64
+"""Bytes of a cache line, and of a vector."""
 Allocate = Callable[[int], np.ndarray]
 
 
@@ -134,12 +136,26 @@ def halves_apart(rows: int, heads: int) -> np.ndarray:
 
 
 def packed_bytes(file: gguf.GGUFFile) -> int:
-    """Memory that a file's matrices take once interleaved."""
-    total = 0
+    """Memory that a file's matrices take once interleaved, each from a whole `ALIGNED` bytes on."""
+    total = ALIGNED
     for info in file.tensors.values():
         if len(info.shape) == 2 and info.kind in FORMATS:
-            total += native.Matrix(format=FORMATS[info.kind], rows=info.shape[0], columns=info.shape[1]).nbytes()
+            matrix = native.Matrix(format=FORMATS[info.kind], rows=info.shape[0], columns=info.shape[1])
+            total += -(-matrix.nbytes() // ALIGNED) * ALIGNED
     return total
+
+
+def in_one_piece(memory: np.ndarray) -> Allocate:
+    """Parts of `memory` (uint8) one after another, from whole `ALIGNED` bytes on."""
+    used = -memory.ctypes.data % ALIGNED
+
+    def allocate(count: int) -> np.ndarray:
+        nonlocal used
+        part = memory[used : used + count]
+        used += -(-count // ALIGNED) * ALIGNED
+        return part
+
+    return allocate
 
 
 def file_faults(file: gguf.GGUFFile) -> list[str]:
