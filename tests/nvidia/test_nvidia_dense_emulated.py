@@ -175,7 +175,7 @@ ONE = "if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, 2)) break;"
 
 @pytest.mark.parametrize(
     ("file", "wait", "instead", "positions"),
-    [("attention.cuh", SEVERAL, "break;", [[40], [3]]), ("one_row.cuh", ONE, "break;", [[40]])],
+    [("heads.cuh", SEVERAL, "break;", [[40], [3]]), ("one_row.cuh", ONE, "break;", [[40]])],
     ids=["several rows", "one row"],
 )
 def test_a_wait_that_is_left_out_shows(

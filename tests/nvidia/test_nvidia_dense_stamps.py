@@ -59,7 +59,11 @@ def test_the_timeline_is_that_of_all_blocks(spread):
 
 
 def test_the_kernel_uses_these_numbers():
-    text = "".join(text for name, text in sources().items() if name in ("dense_step.cu", "attention.cuh"))
+    text = "".join(
+        text
+        for name, text in sources().items()
+        if name in ("dense_step.cu", "attention.cuh", "heads.cuh", "splits.cuh")
+    )
     used = {int(number) for number in re.findall(r"\blayer, (\d+)\)", text)}
     assert {number for number, _, _ in ORDER} <= used
     assert max(used) < STAMPS

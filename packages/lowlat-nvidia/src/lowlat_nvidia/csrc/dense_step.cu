@@ -5,6 +5,7 @@
 // Each warp copies its packed weights, in the order of use, into a ring of pages in shared memory: a page that has been
 // used is filled again at once, so that copies run ahead of all dependencies.
 #include "one_row.cuh"
+#include "rows.cuh"
 #if FOLD
 #include "folded.cuh"
 #endif

@@ -3,7 +3,7 @@
 // loops over rows, a tile's pages are waited for and loaded together, and only what is needed is polled for.
 #pragma once
 #include "attention.cuh"
-#include "stream.cuh"
+#include "splits.cuh"
 
 // ---- inputs
 

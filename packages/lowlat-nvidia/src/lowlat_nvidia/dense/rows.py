@@ -1,4 +1,4 @@
-"""What each row of a step is, read on the host as the kernel reads it on the device (`read_rows` in attention.cuh).
+"""What each row of a step is, read on the host as the kernel reads it on the device (`read_rows` in rows.cuh).
 
 Suffixes: P pages.
 """

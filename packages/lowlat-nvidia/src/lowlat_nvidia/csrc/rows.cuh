@@ -1,0 +1,60 @@
+// What each row of a step is: its request, its tokens, its share of the context and the units that this takes in the ring of
+// the cache. dense/rows.py reads the same on the host.
+#pragma once
+#include "gemv.cuh"
+
+// How many units each row has, and which rows' warps are joined together: as many as there is room for their sums.
+DEV void count_units(Control& k, int rows) {
+  int parts = 0;
+  k.first_unit[0] = 0;
+  k.joined = 0;
+#pragma unroll 1
+  for (int row = 0; row < rows; row++) {
+    const int units = (k.end[row] - k.begin[row] + UNIT_TOKENS - 1) / UNIT_TOKENS, sums = min(units, WARPS);
+    if (parts + sums > PARTS) {
+      k.joined |= 1u << (row - 1);
+      parts = 0;
+    }
+    k.first_unit[row + 1] = k.first_unit[row] + units;
+    k.place[row] = parts;
+    parts += sums;
+  }
+  k.joined |= 1u << (rows - 1);
+}
+// What does not change from layer to layer is read once, when the step begins. A row of padding computes the first real
+// row again, to the same bits and the same place; where all are padding, they compute one token and write to the scratch.
+DEV void read_rows(Context& c) {
+  Control& k = c.s.control;
+  const int split = c.block % SPLITS;
+  u32 real = ~0u;
+  if (c.p.write_slots) {
+    real = 0;
+#pragma unroll 1
+    for (int row = 0; row < c.rows; row++) real |= (u32)(c.p.write_slots[row] >= 0) << row;
+  }
+  if (c.thread < c.rows) {
+    const int row = c.thread, source = real >> row & 1 ? row : max(0, __ffs(real) - 1);
+    int request = 0;
+#pragma unroll 1
+    for (int q = 1; q < c.p.requests; q++) request += c.p.query_start[q] <= source;
+    const int first = c.p.query_start[request], total = real ? (int)c.p.positions[source] + 1 : 1;
+    const int each = (total + SPLITS * UNIT_TOKENS - 1) / (SPLITS * UNIT_TOKENS) * UNIT_TOKENS;
+    k.token[row] = (int)c.p.tokens[source];
+    k.first[row] = first;
+    k.begin[row] = min(total, split * each);
+    k.end[row] = min(total, (split + 1) * each);
+    k.cached[row] = real ? (int)c.p.positions[first] : 0;
+    k.own[row] = total - 1;
+    k.pages[row] = c.p.page_table + (long)(c.p.table_rows ? c.p.table_rows[request] : request) * c.p.table_stride;
+    const int page = (total - 1) >> c.p.page_shift;
+    k.own_slot[row] = real ? (__ldg(k.pages[row] + page) << c.p.page_shift) + total - 1 - (page << c.p.page_shift) : 0;
+  }
+  for (int i = c.thread; i < 2 * LAYERS; i += THREADS) k.pools[i / 2][i % 2] = (const u8*)(real ? c.p.pools[i] : c.p.scratch);
+  block_sync();
+  if (c.thread == 0) count_units(k, c.rows);
+  for (int i = c.thread; i < c.rows * HEAD_DIM; i += THREADS) {
+    const int row = i / HEAD_DIM, d = i % HEAD_DIM;
+    k.rotary[row][d] = c.p.rotary[(long)k.own[row] * HEAD_DIM + d];
+  }
+  block_sync();
+}
