@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from lowlat.cache.groups import bytes_per_token, whole
 from lowlat.cache.layout import KVLayout, KVPool
@@ -80,10 +79,6 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build
 def _choose(runner: ModelRunner, tokens_V: torch.Tensor | None = None, sharpness: float = 1.0) -> Choose:
     keys_V = None if tokens_V is None else token_keys(tokens_V.numpy())
     return lambda logits_V, slot, position: draw_guess(logits_V, runner.sampling_of(slot), position, keys_V, sharpness)
-
-
-def _product(weight_OI: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x_RI: F.linear(x_RI, weight_OI)
 
 
 class _SmallModel:
@@ -164,7 +159,7 @@ class _TrainedDraft:
         choose = _choose(runner, self._network.vocabulary, SHARPNESS)
         network, head, packed = self._network, self._host_head(), None
         if network.config.kind != "dflash2":
-            packed = PackedNetwork(network, int8_linear.int8_product if int8_linear.available() else _product)
+            packed = PackedNetwork(network, int8_linear.product)
         if int8_linear.available():
             network = int8_linear.with_int8(network, layers=packed is None)
         proposer = BlockProposer(network, pool, runner.rows, self._model.embed, head, choose=choose, packed=packed)

@@ -11,9 +11,13 @@ import warnings
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lowlat.speculative.draft_network import DraftNetwork
+
+_LEAST = 1 << 14
+"""Numbers in a matrix from which on int8 is faster."""
 
 
 def available() -> bool:
@@ -31,12 +35,19 @@ def int8_product(weight_OI: torch.Tensor) -> Callable[[torch.Tensor], torch.Tens
         quantised = torch.quantize_per_channel(weight_OI, scale_O, zero_O, 0, torch.qint8)
     packed = torch.ops.quantized.linear_prepack(quantised, None)
 
-    def product(x_RI: torch.Tensor) -> torch.Tensor:
+    def multiply(x_RI: torch.Tensor) -> torch.Tensor:
         # Half the range: without VNNI, sums of two products could leave 16 bits.
         result: torch.Tensor = torch.ops.quantized.linear_dynamic(x_RI, packed, True)
         return result
 
-    return product
+    return multiply
+
+
+def product(weight_OI: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x W^T for rows x, in int8 where the processor has that and the matrix is large enough."""
+    if available() and weight_OI.numel() >= _LEAST:
+        return int8_product(weight_OI)
+    return lambda x_RI: F.linear(x_RI, weight_OI)
 
 
 class Int8Linear(nn.Module):
@@ -50,7 +61,7 @@ class Int8Linear(nn.Module):
         return self._product(x)
 
 
-def with_int8(network: DraftNetwork, least: int = 1 << 14, *, layers: bool = True) -> DraftNetwork:
+def with_int8(network: DraftNetwork, least: int = _LEAST, *, layers: bool = True) -> DraftNetwork:
     """A copy whose matrices of at least so many numbers are int8; not the first: a few of the model's features are a
     thousand times as large as the others, which would round to nothing beside them. Not `layers`: without them."""
     network = copy.deepcopy(network, None if layers else {id(network.layers): nn.ModuleList()})
