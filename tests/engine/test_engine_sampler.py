@@ -133,6 +133,18 @@ def test_the_drawn_token_is_that_of_all_sums(temperature: float, scale: float):
     assert draw(torch.zeros(1), 1.0, temperature, 9, 0, None) == 0
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [1e-5, 0.8, 50.0])
+def test_logits_as_large_as_float32_can_hold_are_drawn_from_without_a_warning(temperature: float):
+    most = float(torch.finfo(torch.float32).max)
+    masked = torch.full((300,), -most)  # a mask that is not infinite
+    masked[[5, 7]] = 0.0
+    noise = gumbel(9, 3, np.arange(300))
+    assert draw(masked, 1.0, temperature, 9, 3, None) == (5 if noise[5] > noise[7] else 7)
+    assert draw(-masked, 1.0, temperature, 9, 3, None) == int((-masked.double() / temperature + noise).argmax())
+    assert draw(torch.full((3,), -math.inf), 1.0, temperature, 9, 3, None) == 0
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-6, 1e-4])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_tiny_temperatures_are_greedy(temperature: float, scale: float):

@@ -70,9 +70,10 @@ def _candidates(logits: np.ndarray, heat: float, best: int, bits_V: np.ndarray) 
     """
     least = float(logits[best]) * heat + float(_noise(bits_V[best : best + 1]))
     spare = _SPARE + _SPARE_PART * heat * max(abs(float(logits[best])), abs(least))
-    reach_V = logits * np.float32(heat)
-    reach_V -= np.float32(least - spare)
-    if not np.isfinite(reach_V[best]):  # a temperature so small that float32 cannot hold the sums
+    with np.errstate(over="ignore", invalid="ignore"):
+        reach_V = logits * np.float32(heat)
+        reach_V -= np.float32(least - spare)
+    if not np.isfinite(reach_V[best]):  # float32 cannot hold the sums: a tiny temperature, a huge logit
         return np.arange(len(logits))
     np.exp(np.minimum(reach_V, _SURE, out=reach_V), out=reach_V)
     # 1 - u, short of half a step, as float32: numbers near 0 keep their digits.
