@@ -85,6 +85,32 @@ def test_rows_of_any_size_are_multiplied_and_what_is_not_finite_is_seen(variant,
         assert not np.isfinite(y[row, :40][reached]).any()
 
 
+@pytest.mark.skipif("avx512vnni" not in VARIANTS, reason="no integer dot products here")
+@pytest.mark.parametrize("kind", [gguf.Q4_1, gguf.Q8_0])
+def test_whole_numbers_are_off_by_no_more_than_a_part_of_their_blocks_largest(kind):
+    library, matrix, _kept, dense = packed("avx512vnni", kind, (48, 96))
+    x = np.random.default_rng(1).standard_normal((8, 96)).astype(np.float32)
+    x[:, 40] *= [1, 10, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7]
+    y = np.full((8, 48), np.nan, np.float32)
+    library.multiply(ctypes.byref(matrix), x.ctypes.data, y.ctypes.data, 8, 1)
+    exact = x.astype(np.float64) @ dense.astype(np.float64).T
+    largest = np.abs(x).reshape(8, 3, 32).max(-1).astype(np.float64).repeat(32, axis=1)
+    rounded = 2.0**-22 * largest @ np.abs(dense).astype(np.float64).T
+    summed = 4e-6 * np.abs(x).astype(np.float64) @ np.abs(dense).astype(np.float64).T
+    assert (np.abs(y - exact) <= rounded + summed).all()
+
+
+@pytest.mark.skipif("avx512vnni" not in VARIANTS, reason="no integer dot products here")
+def test_whole_numbers_have_22_bits():
+    library, matrix, _kept, dense = packed("avx512vnni", gguf.Q8_0, (16, 32))
+    x, y = np.zeros((1, 32), np.float32), np.empty((1, 16), np.float32)
+    for last, stays in ((0, 0), (1, 0), (3, 4), (4, 4), (5, 4), (7, 8)):
+        x[0, 7] = 1 + last * 2.0**-23
+        library.multiply(ctypes.byref(matrix), x.ctypes.data, y.ctypes.data, 1, 1)
+        expected = dense[:, 7].astype(np.float64) * (1 + stays * 2.0**-23)
+        assert np.allclose(y[0], expected, rtol=2.0**-23, atol=0)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", [gguf.Q4_1, gguf.Q8_0])
 def test_weights_are_the_files_weights_to_the_bit(variant, kind):

@@ -1,9 +1,11 @@
-// Matrices multiplied with up to eight rows by integer dot products (AVX-512 VNNI), as exactly as in float32.
+// Matrices multiplied with up to eight rows by integer dot products (AVX-512 VNNI).
 //
-// Each block of 32 columns of a row becomes whole numbers of 23 bits times a power of two, so that its largest number
-// keeps what a float32 has but the last bit; what is smaller than 2^-122 is 0. A whole number is three signed bytes, and
-// a block's product three sums of small integers times bytes, which are exact; blocks are added in float32, in order. A
-// row of the result has the same bits whatever the number of rows.
+// Each block of 32 columns of a row becomes whole numbers of 22 bits and a sign times a power of two, so that its largest
+// number keeps what a float32 has but the last two bits, and none is off by more than 2^-22 of it: about as exact as in
+// float32 where the block's numbers are alike, less where one is thousands of times the others and its weight is 0. What
+// is smaller than 2^-122 is 0. A whole number is three signed bytes, and a block's product three sums of small integers
+// times bytes, which are exact; blocks are added in float32, in order. A row of the result has the same bits whatever
+// the number of rows.
 //
 // A weight that is unpacked serves all rows and is never widened: an instruction multiplies 64 of them by a byte each, so
 // 21 by whole numbers, where one of float32 multiplies 16.
