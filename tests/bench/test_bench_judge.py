@@ -1,5 +1,7 @@
 """Compare: verdicts only beyond noise, and nothing judged across machines or simulations."""
 
+import math
+
 import msgspec
 import pytest
 from result_kit import machine, result, row
@@ -62,3 +64,14 @@ def test_nothing_is_judged_across_simulations_or_machines_or_from_single_samples
         (result(speed(100.0, samples=1)), result(speed(200.0)), "no verdict"),
     ):
         assert verdicts(before, after)["general", "tokens_per_s_user"].verdict == verdict
+
+
+def test_ratios_beyond_every_float_are_judged_too():
+    before, after = row("vllm", 1e300, spread=0.0), row("vllm", 1e-300, spread=0.0)
+    less = verdicts(result(before), result(after))["vllm", "step_us"]
+    more = verdicts(result(after), result(before))["vllm", "step_us"]
+    assert (less.ratio, less.low, less.high, less.verdict) == (0.0, 0.0, 0.0, "better")
+    assert (more.ratio, more.low, more.high, more.verdict) == (math.inf, math.inf, math.inf, "worse")
+    drifted = verdicts(result(before, row("general", 1e200)), result(after, row("general", 1e-300)))["vllm", "step_us"]
+    assert drifted.reference == "general"
+    assert drifted.ratio == pytest.approx(1e-100)

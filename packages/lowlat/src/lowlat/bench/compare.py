@@ -59,17 +59,18 @@ def compare(a: Result, b: Result, *, threshold: float = 0.02) -> list[Change]:
         if other is None or row.median <= 0 or other.median <= 0:
             continue
         shape, metric, arm = key
-        ratio, squares, reference = other.median / row.median, _half_width(row) ** 2 + _half_width(other) ** 2, None
+        change = math.log(other.median) - math.log(row.median)
+        squares, reference = _half_width(row) ** 2 + _half_width(other) ** 2, None
         for candidate in REFERENCES:
             mine, theirs = first.get((shape, metric, candidate)), second.get((shape, metric, candidate))
             if candidate != arm and mine is not None and theirs is not None and mine.median > 0 and theirs.median > 0:
-                ratio *= mine.median / theirs.median
+                change += math.log(mine.median) - math.log(theirs.median)
                 squares += _half_width(mine) ** 2 + _half_width(theirs) ** 2
                 reference = candidate
                 break
         spread = math.sqrt(squares)
-        low, high = (ratio * math.exp(-spread), ratio * math.exp(spread)) if spread < 50 else (0.0, math.inf)
-        verdict, reason = _verdict(metric, ratio, low, high, threshold)
+        ratio, low, high = _power(change), _power(change - spread), _power(change + spread)
+        verdict, reason = _verdict(metric, change, spread, threshold)
         counted = metric == "host_instructions_per_step"
         if a.simulated != b.simulated:
             verdict, reason = "no verdict", "weights or acceptance are simulated in one of them"
@@ -88,9 +89,15 @@ def compare(a: Result, b: Result, *, threshold: float = 0.02) -> list[Change]:
     return changes
 
 
-def _verdict(metric: str, ratio: float, low: float, high: float, threshold: float) -> tuple[str, str]:
-    if low <= 1.0 <= high:
+def _power(exponent: float) -> float:
+    """e to it; infinite where no float is so large."""
+    return math.exp(exponent) if exponent < 709 else math.inf
+
+
+def _verdict(metric: str, change: float, spread: float, threshold: float) -> tuple[str, str]:
+    """`change`: logarithm of the ratio, and half of its interval's width."""
+    if abs(change) <= spread:
         return "same", "the interval holds 1"
-    if abs(math.log(ratio)) <= math.log1p(threshold):
+    if abs(change) <= math.log1p(threshold):
         return "same", f"below the threshold of {threshold:.0%}"
-    return ("better" if (ratio < 1.0) == (metric in LOWER_IS_BETTER) else "worse"), ""
+    return ("better" if (change < 0) == (metric in LOWER_IS_BETTER) else "worse"), ""
