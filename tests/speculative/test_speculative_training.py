@@ -32,6 +32,7 @@ from lowlat.training.muon import orthogonal
 from lowlat.training.overlap import likeness, parts
 from lowlat.training.target import Target
 from lowlat.training.texts import Prompts, TextError, Texts, conversations
+from lowlat.training.unfinished import UNFINISHED
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +259,26 @@ def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path):
     command = ["train-draft", "--model", str(folder), "--data", str(tmp_path), "--output", str(tmp_path / "x")]
     result = CliRunner().invoke(main.app, command)
     assert result.exit_code == 2
-    assert "to train on" in result.output
+    assert result.stderr.startswith("error: ")
+    assert "to train on" in result.stderr
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_command_says_what_a_stopped_training_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool):
+    def stopped(recipe, output: Path, *rest, **options):
+        if kept:
+            output.mkdir()
+            (output / UNFINISHED).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowlat.training.train_draft.train", stopped)
+    command = ["train-draft", "--data", str(tmp_path), "--output", str(tmp_path / "x"), "--save-every", "7"]
+    result = CliRunner().invoke(main.app, command)
+    assert result.exit_code == 130
+    if kept:
+        assert f"--resume goes on from {tmp_path / 'x' / UNFINISHED}" in result.stderr
+    else:
+        assert "before anything was kept, which happens every 7 s (--save-every)" in result.stderr
 
 
 def test_chance_that_both_draw_the_same_token():

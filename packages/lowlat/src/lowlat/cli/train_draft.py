@@ -24,7 +24,8 @@ Data are folders or files: .jsonl with one turn of a session a line (input: the 
 text. The model continues them, and the draft learns from what the model wrote. The last sessions of each folder are
 kept from training; acceptance by position is measured on them, at each temperature, and written to training.json.
 
-What ends before its time, by Ctrl-C or otherwise, goes on with the same command and --resume.
+What ends before its time, by Ctrl-C or otherwise, goes on with the same command and --resume from the state that was
+kept last (--save-every).
 """
 
 _EVERY_S = 5.0
@@ -117,6 +118,7 @@ def train_draft(
     from lowlat.training.recipe import Recipe, RecipeError
     from lowlat.training.texts import TextError
     from lowlat.training.train_draft import train
+    from lowlat.training.unfinished import UNFINISHED
 
     recipe = Recipe(
         model=model,
@@ -158,13 +160,22 @@ def train_draft(
     try:
         found = train(recipe, output, _Printer(), typer.echo, resume=resume, save_s=save_every)
     except (RecipeError, TextError, CheckpointError, UnsupportedModelError, DraftFileError) as error:
-        typer.echo(f"lowlat train-draft: {error}", err=True)
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo(_stopped(output / UNFINISHED, save_every), err=True)
+        raise typer.Exit(130) from None
     typer.echo(f"written to {output}")
     for of in found:
         typer.echo(_line(of))
     if not found:
         typer.echo("nothing was held out, so acceptance is not measured")
+
+
+def _stopped(unfinished: Path, save_s: float) -> str:
+    if unfinished.exists():
+        return f"stopped: the same command with --resume goes on from {unfinished}"
+    return f"stopped before anything was kept, which happens every {save_s:g} s (--save-every): start again"
 
 
 class _Printer:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from lowlat.training.recipe import Measured, Recipe, RecipeError
 
-_NAME = "unfinished.safetensors"
+UNFINISHED = "unfinished.safetensors"
+"""Name of the file in the output folder."""
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,7 @@ class Unfinished:
 
     def __init__(self, output: Path, recipe: Recipe, files: list[Path]) -> None:
         """`files`: that are trained on."""
-        self._path = output / _NAME
+        self._path = output / UNFINISHED
         self._draft = output / "model.safetensors"
         self._recipe = json.loads(msgspec.json.encode(recipe))
         named = [[path.name, path.stat().st_size] for path in files]
