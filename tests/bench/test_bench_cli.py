@@ -152,6 +152,11 @@ def test_compare_gate_and_report_through_files(tmp_path):
     same = lowlat("compare", first, first)
     assert same.stdout.count("same") >= 2
     assert len(json.loads(RUN.invoke(app, ["compare", str(first), str(second), "--json"]).stdout)) == 3
+    apart = tmp_path / "apart.json"
+    apart.write_text(first.read_text().replace('"tiny"', '"other"'))
+    nothing = lowlat("compare", first, apart, code=1)
+    assert "One holds tiny by general, tiny by torch-eager-graph" in nothing.stderr
+    assert "the other other by general" in nothing.stderr
     lowlat("gate", "--only", "bytes")
     found = json.loads(lowlat("gate", "--only", "bytes", "--json").stdout)
     assert {finding["verdict"] for finding in found} == {"ok"}

@@ -9,13 +9,13 @@ from lowlat.bench.commands import ab, judge, make, regions, replay, serve, step
 _EPILOG = """
 Examples:
 
-  lowlat bench step --model tiny                         a second, anywhere: try it out
+  lowlat bench step --model tiny     seconds, anywhere: try it out
 
   lowlat bench step --model smollm2 --arms general,torch-eager-graph,transformers --save
 
   lowlat bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --weights real
 
-  lowlat bench report                                    tables of what was saved
+  lowlat bench report                tables of what was saved
 
 Results are JSON files of one format (docs/benchmarks.md); tables and plots are rendered from them.
 """

@@ -56,7 +56,7 @@ def kernel_byte_counts() -> dict[str, dict[str, int]]:
 
 
 def _count(name: str, say: Say) -> float:
-    say(f"counting instructions of {name}")
+    say(f"counting instructions of {name} under callgrind, which takes minutes")
     scenario, _, requests = name.rpartition("-")
     return host_instructions(scenario, int(requests))
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from lowlat.bench.commands.common import Folder, check_output, finite, plain_errors
 from lowlat.bench.progress import end_progress, say
+
+if TYPE_CHECKING:
+    from lowlat.bench.results import Result
 
 COMPARE_EPILOG = """
 Example:
@@ -24,9 +27,9 @@ so that drift between the two runs cancels. Exit code 1 where something got wors
 GATE_EPILOG = """
 Examples:
 
-  lowlat bench gate                    judge against benchmarks/gate.json; exit code 1 where something got worse
+  lowlat bench gate             judge; exit code 1 where something got worse
 
-  lowlat bench gate --update           take today's counts as the baseline
+  lowlat bench gate --update    take today's counts as benchmarks/gate.json
 
 Judged: instructions of host work a step (scripted executor under callgrind), bytes of a step, and times as a ratio to
 a fixed piece of work in the same run, only beyond 1.5 times after three repeats. What is in the baseline or in today's
@@ -62,9 +65,13 @@ def compare(
     from lowlat.bench.results import load
 
     with plain_errors():
-        changes = compare_results(load(a), load(b), threshold=threshold)
+        before, after = load(a), load(b)
+        changes = compare_results(before, after, threshold=threshold)
         if not changes:
-            raise ValueError(f"{a} and {b} share no value: nothing was compared")
+            raise ValueError(
+                f"{a} and {b} share no value: nothing was compared. One holds {_held(before)}, the other {_held(after)}"
+                ". Compared is what has the same workload, shape, metric and arm (`lowlat bench serve --arm` names it)"
+            )
         if as_json:
             print(msgspec.json.encode(changes).decode())
         for change in changes if not as_json else []:
@@ -78,6 +85,12 @@ def compare(
             )
         if any(change.verdict == "worse" for change in changes):
             raise typer.Exit(1)
+
+
+def _held(result: Result) -> str:
+    """The first few workloads and arms of a result, in words."""
+    names = list(dict.fromkeys(f"{row.workload} by {row.arm}" for row in result.rows))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def gate(
