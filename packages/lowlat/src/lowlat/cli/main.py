@@ -117,7 +117,7 @@ def explain(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError):
         return f"{text}. A part that is not installed is needed: pip install 'lowlat[server]'"
-    if type(error).__module__.startswith("lowlat.") or isinstance(error, ValueError | OSError):
+    if type(error).__module__.startswith(("lowlat.", "lowlat_plugin.")) or isinstance(error, ValueError | OSError):
         return text or type(error).__name__
     return f"{type(error).__name__}: {text} (lowlat --debug COMMAND ... shows where)"
 
