@@ -231,7 +231,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another port or host") from error
+        raise StartError(
+            f"cannot listen on {host}:{port}: {error.strerror}. Choose another with --port or --host"
+        ) from error
     listener.listen(2048)
     listener.setblocking(False)
     return listener
