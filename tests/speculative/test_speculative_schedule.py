@@ -176,8 +176,11 @@ def test_an_unfinished_training_is_not_lost_by_mistake(small: Recipe, tmp_path: 
         train(small, tmp_path, print, resume=True)
     (tmp_path / "unfinished.safetensors").write_bytes(kept)
     train(small, tmp_path, lambda progress: None, resume=True)
-    with pytest.raises(RecipeError, match="--start"):
-        train(small, tmp_path, print, resume=True)
+    finished = (tmp_path / "model.safetensors").read_bytes()
+    for resume in (True, False):
+        with pytest.raises(RecipeError, match="--start, or begin anew with another --output"):
+            train(small, tmp_path, print, resume=resume)
+    assert (tmp_path / "model.safetensors").read_bytes() == finished
 
 
 def test_a_time_for_all_leaves_time_to_measure(small: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

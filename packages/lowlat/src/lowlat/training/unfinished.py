@@ -44,6 +44,7 @@ class Unfinished:
         """`files`: that are trained on."""
         self._path = output / UNFINISHED
         self._draft = output / "model.safetensors"
+        self._in_place = recipe.start is not None and Path(recipe.start).resolve() == output.resolve()
         self._recipe = json.loads(msgspec.json.encode(recipe))
         named = [[path.name, path.stat().st_size] for path in files]
         self._files = blake2b(json.dumps(named).encode(), digest_size=8).hexdigest()
@@ -52,8 +53,11 @@ class Unfinished:
         """How far it is; None: it is to begin. Raises `RecipeError` where that is not what was asked for, or the file
         is of another training."""
         if not self._path.exists():
-            if resume and self._draft.exists():
-                raise RecipeError(f"{self._draft} is there: its training is finished; go on from it with --start")
+            if self._draft.exists() and (resume or not self._in_place):
+                raise RecipeError(
+                    f"{self._draft} is there: its training is finished; go on from it with --start, or begin anew with "
+                    "another --output"
+                )
             return None
         if not resume:
             raise RecipeError(
