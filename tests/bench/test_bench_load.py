@@ -169,6 +169,7 @@ def test_events_are_found_however_the_bytes_are_cut():
     [
         (b'data: {"error":{"message":"engine died","code":"engine"}}\n\n', "engine died"),
         (b"data: {oops\n\n", "unreadable"),
+        (b'data: {"usage":' + b"[" * 100_000 + b"\n\n", "unreadable"),
         (b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', "without a finish reason"),
         (b"<html>a login page</html>", "without events: b'<html>a login"),
     ],

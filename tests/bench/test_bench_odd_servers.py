@@ -168,6 +168,8 @@ def test_answers_shorter_than_asked_are_said(scripted):
         ("<html>welcome</html>", 200, "expected JSON as"),
         ("", 200, "expected JSON as"),
         ("[]", 200, "expected JSON as"),
+        ('{"x": ' + "[" * 50_000, 200, "expected JSON as"),
+        ('{"x": ' + "[" * 50_000, 500, 'HTTP 500: {"x": [['),
         ('{"data": {"id": "m"}}', 200, "expected JSON as"),
         ('{"data": [{"name": "m"}]}', 200, "expected JSON as"),
         ('{"data": [{"id": 7}]}', 200, "expected JSON as"),

@@ -219,9 +219,10 @@ def test_single_request_traces_are_read_and_bad_lines_named(tmp_path):
         (0.0, 600, (0, 0), 512),
         (0.25, 600, (0, 1), 512),
     ]
-    path.write_text('{"timestamp": 1}\n')
-    with pytest.raises(TraceError, match=r"m\.jsonl:1"):
-        read_mooncake(path)
+    for line in ('{"timestamp": 1}', '{"x": ' + "[" * 100_000):
+        path.write_text(line + "\n")
+        with pytest.raises(TraceError, match=r"m\.jsonl:1"):
+            read_mooncake(path)
     table = tmp_path / "a.csv"
     table.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -108,7 +108,7 @@ def read_stream(record: Record, chunks: list[tuple[float, bytes]], request_bytes
             continue
         try:
             event = _decode_event(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             record.error = f"unreadable event {data[:80]!r}: {error}"
             return
         if event.error is not None:
@@ -175,7 +175,7 @@ class Client:
             raise ConnectionError(f"{url} does not list models: {reason}{cure}")
         try:
             listed = _decode_models(response.content).data
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConnectionError(
                 f"{url} does not list models: expected JSON as {MODELS_FORM}, got {response.content[:60]!r} ({error})"
             ) from error
@@ -225,6 +225,6 @@ class Client:
 def _refusal(status: int, body: bytes) -> str:
     try:
         error = _decode_event(body).error
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         error = None
     return f"HTTP {status}: {error.message if error else body[:200].decode(errors='replace')}"[:400]

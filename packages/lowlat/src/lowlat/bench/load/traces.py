@@ -89,7 +89,7 @@ def read_mooncake(path: str | os.PathLike[str], limit: int | None = None) -> lis
     for number, line in _lines(pathlib.Path(path)):
         try:
             got = decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise TraceError(f"{path}:{number}: no Mooncake request: {error}") from error
         start = got.timestamp if start is None else start
         at = (got.timestamp - start) / 1e3
@@ -167,7 +167,7 @@ def read_text_session(
     for number, line in _lines(pathlib.Path(path)):
         try:
             lines.append(decode(line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise TraceError(f"{path}:{number}: no request of an agent session: {error}") from error
     lines.sort(key=lambda entry: entry.timestamp)
     kept = [entry for entry in lines if entry.input]
@@ -254,7 +254,7 @@ def read_agentx(path: str | os.PathLike[str]) -> Agent:
     """
     try:
         trace = msgspec.json.decode(pathlib.Path(path).read_bytes(), type=_AgentxTrace)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TraceError(f"{path} is no AgentX trace: {error}") from error
     agent = _agent(trace.id, trace.requests, trace.block_size, 0.0, 0.0)
     if not agent.turns:
