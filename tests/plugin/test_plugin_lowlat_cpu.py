@@ -42,6 +42,14 @@ def test_variants_of_this_machine_are_found():
         native.load("avx1024")
 
 
+def test_an_empty_choice_of_the_instruction_set_is_none(monkeypatch: pytest.MonkeyPatch):
+    for chosen, loaded in (("", VARIANTS[0]), ("portable", "portable")):
+        monkeypatch.setenv("LOWLAT_CPU_ISA", chosen)
+        native.load.cache_clear()
+        assert native.load().instruction_set == loaded
+    native.load.cache_clear()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", [gguf.Q4_1, gguf.Q8_0])
 @pytest.mark.parametrize("shape", [(1, 32), (17, 64), (150, 96), (192, 576)])

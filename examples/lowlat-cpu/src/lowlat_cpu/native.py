@@ -147,7 +147,7 @@ def load(instruction_set: str | None = None) -> Library:
 
     Raises ValueError for a variant that this machine cannot run.
     """
-    wanted = instruction_set or os.environ.get("LOWLAT_CPU_ISA")
+    wanted = instruction_set or os.environ.get("LOWLAT_CPU_ISA") or None  # empty: not set
     usable = available()
     if wanted is not None and wanted not in usable:
         raise ValueError(f"instruction set {wanted!r} is not usable here; usable: {', '.join(usable)}")
