@@ -190,11 +190,13 @@ def test_serve_says_why_it_cannot_start():
     assert "Traceback" not in result.stderr
 
 
-def test_a_refusal_of_kernels_is_no_surprise():
+def test_errors_that_are_no_surprise_say_what_to_do():
     reason = Reason("not-found", "nonsense", hint="`lowlat plugins list` shows what is installed")
     said = main.explain(Refused("nonsense", [reason]))
     assert said.startswith("nonsense cannot run here: - [not-found]")
     assert said.endswith("shows what is installed)")
+    assert main.explain(FileNotFoundError(2, "No such file or directory", "a")) == "a: No such file or directory"
+    assert "in a checkout run `make install`" in main.explain(ModuleNotFoundError("No module named 'zmq'"))
     assert main.explain(RuntimeError("x")) == "RuntimeError: x (lowlat --debug COMMAND ... shows where)"
 
 

@@ -116,7 +116,9 @@ def explain(error: Exception) -> str:
     """One line: what this project's own errors say, and what others are called."""
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError):
-        return f"{text}. A part that is not installed is needed: pip install 'lowlat[server]'"
+        return f"{text}. One of lowlat's extras brings it (server, grammars, bench); in a checkout run `make install`"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     if type(error).__module__.startswith(("lowlat.", "lowlat_plugin.")) or isinstance(error, ValueError | OSError):
         return text or type(error).__name__
     return f"{type(error).__name__}: {text} (lowlat --debug COMMAND ... shows where)"

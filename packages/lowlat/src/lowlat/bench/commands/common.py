@@ -45,7 +45,8 @@ def plain_errors() -> Iterator[None]:
         end_progress()
         if os.environ.get("LOWLAT_DEBUG"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"error: {text}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 

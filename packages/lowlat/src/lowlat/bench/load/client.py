@@ -167,7 +167,13 @@ class Client:
         try:
             async with asyncio.timeout(self.timeout_s):
                 response = await self._http.get("/v1/models")
-        except (httpx.HTTPError, TimeoutError) as error:
+        except httpx.ConnectError as error:
+            raise ConnectionError(
+                f"{url} does not list models: {error}. Is a server running there (lowlat serve)?"
+            ) from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise ConnectionError(f"{url} does not list models: no answer within {self.timeout_s:g} s") from error
+        except httpx.HTTPError as error:
             raise ConnectionError(f"{url} does not list models: {type(error).__name__} {error}") from error
         if response.status_code != 200:
             cure = "; pass --api-key" if response.status_code in (401, 403) else ""
