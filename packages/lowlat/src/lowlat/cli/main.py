@@ -12,6 +12,7 @@ import typer
 
 from lowlat import __version__
 from lowlat.cli import chat, generate, models, serve, train_draft
+from lowlat.cli.errors import own_words
 
 _EPILOG = """
 Examples:
@@ -114,11 +115,9 @@ def main() -> None:
 
 def explain(error: Exception) -> str:
     """One line: what this project's own errors say, and what others are called."""
-    text = " ".join(str(error).split())
+    text = " ".join(own_words(error).split())
     if isinstance(error, ModuleNotFoundError):
         return f"{text}. One of lowlat's extras brings it (server, grammars, bench); in a checkout run `make install`"
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
     if type(error).__module__.startswith(("lowlat.", "lowlat_plugin.")) or isinstance(error, ValueError | OSError):
         return text or type(error).__name__
     return f"{type(error).__name__}: {text} (lowlat --debug COMMAND ... shows where)"

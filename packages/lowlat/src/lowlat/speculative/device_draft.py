@@ -68,9 +68,9 @@ class _Layer(msgspec.Struct):
     @classmethod
     def of(cls, layer: DraftLayer, eps: float, pack: Pack) -> _Layer:
         return cls(
-            pack(torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight])),
+            pack(layer.qkv_weight()),
             pack(layer.o_proj.weight),
-            pack(torch.cat([layer.gate_proj.weight, layer.up_proj.weight])),
+            pack(layer.gate_up_weight()),
             pack(layer.down_proj.weight),
             layer.input_layernorm.weight,
             layer.post_attention_layernorm.weight,

@@ -88,6 +88,14 @@ class DraftLayer(nn.Module):
         self.attention_mixing = GroupedMixing(config) if mixes else None
         self.mlp_mixing = GroupedMixing(config) if mixes else None
 
+    def qkv_weight(self) -> torch.Tensor:
+        """Projections of queries, keys and values [(N + 2K) * D, H], as one product."""
+        return torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+
+    def gate_up_weight(self) -> torch.Tensor:
+        """Projections of gate and up [2I, H], as one product."""
+        return torch.cat([self.gate_proj.weight, self.up_proj.weight])
+
     def keys(self, x_RH: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Rotated keys [R, K, D] of features or of block rows."""
         return rotate(self.k_norm(self._heads(self.k_proj(x_RH))), *rotation)

@@ -44,9 +44,9 @@ class PackedNetwork:
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self._layers = [
             _Layer(
-                pack(torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight])),
+                pack(layer.qkv_weight()),
                 pack(layer.o_proj.weight),
-                pack(torch.cat([layer.gate_proj.weight, layer.up_proj.weight])),
+                pack(layer.gate_up_weight()),
                 pack(layer.down_proj.weight),
                 layer.input_layernorm.weight,
                 layer.post_attention_layernorm.weight,

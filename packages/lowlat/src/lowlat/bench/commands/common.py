@@ -14,6 +14,7 @@ import typer
 
 from lowlat.bench.progress import end_progress
 from lowlat.bench.results import check_folder
+from lowlat.cli.errors import own_words
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON (the format of docs/benchmarks.md).")]
 Save = Annotated[
@@ -45,8 +46,7 @@ def plain_errors() -> Iterator[None]:
         end_progress()
         if os.environ.get("LOWLAT_DEBUG"):
             raise
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {own_words(error)}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 
