@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from command_kit import lowlat
 from typer.testing import CliRunner
 
 from lowlat.bench import results
@@ -11,14 +12,7 @@ from lowlat.bench.cli import app
 from lowlat.bench.load.traces import TraceError
 
 COMMANDS = ("step", "ab", "regions", "serve", "replay", "compare", "gate", "report", "make-model")
-RUN = CliRunner()
 CONFIGS = pathlib.Path(__file__).parents[2] / "benchmarks" / "configs"
-
-
-def lowlat(*arguments, code=0):
-    got = RUN.invoke(app, list(map(str, arguments)))
-    assert got.exit_code == code, (got.output, got.exception)
-    return got
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -152,7 +146,7 @@ def test_compare_gate_and_report_through_files(tmp_path):
     first, second = sorted(folder.glob("*.json"))
     same = lowlat("compare", first, first)
     assert same.stdout.count("same") >= 2
-    assert len(json.loads(RUN.invoke(app, ["compare", str(first), str(second), "--json"]).stdout)) == 3
+    assert len(json.loads(CliRunner().invoke(app, ["compare", str(first), str(second), "--json"]).stdout)) == 3
     apart = tmp_path / "apart.json"
     apart.write_text(first.read_text().replace('"tiny"', '"other"'))
     nothing = lowlat("compare", first, apart, code=1)

@@ -4,11 +4,10 @@ import json
 import signal
 
 import pytest
-from typer.testing import CliRunner
+from command_kit import lowlat
 
 from lowlat.bench import ab, ceiling, random_v41, results, step
 from lowlat.bench.arms import base
-from lowlat.bench.cli import app
 from lowlat.bench.keeper import UNFINISHED, Keeper, finish
 from lowlat.bench.load.records import Record
 from lowlat.bench.region_recorder import Span
@@ -25,12 +24,6 @@ AB = ("ab", "--kernels", "lowlat-cpu", "--weights", "real", "--input", "8", "--o
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LOWLAT_COMMIT", "0123456789abcdef")
     return tmp_path / "results"
-
-
-def lowlat(*arguments, code=0):
-    got = CliRunner().invoke(app, list(map(str, arguments)))
-    assert got.exit_code == code, (got.output, got.exception)
-    return got
 
 
 def only(folder):

@@ -8,10 +8,9 @@ import shlex
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from command_kit import QUICK, lowlat
 
 from lowlat.bench import progress, results
-from lowlat.bench.cli import app
 from lowlat.bench.commands import ab, common, load, replay
 from lowlat.bench.commands import serve as serve_command
 from lowlat.bench.load.replay import ReplayOutcome, count_turns
@@ -19,21 +18,8 @@ from lowlat.bench.load.target import Target
 from lowlat.bench.load.traces import Agent, Turn
 from lowlat.bench.results import Simulated
 
-RUN = CliRunner()
-QUICK = ("--ttft-ms", 2, "--itl-ms", 1)
+pytestmark = pytest.mark.usefixtures("idle_machine")
 EPILOGS = {"serve": serve_command.EPILOG, "replay": replay.EPILOG, "ab": ab.EPILOG}
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """Notes tell of a busy machine too, and these tests run on any."""
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-
-
-def lowlat(*arguments, code=0):
-    got = RUN.invoke(app, list(map(str, arguments)))
-    assert got.exit_code == code, (got.output, got.exception)
-    return got
 
 
 def sessions(folder, count, turns=2):

@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import os
 
 import pytest
-from typer.testing import CliRunner
+from command_kit import QUICK, lowlat
 
 from lowlat.bench import readme, report, results
-from lowlat.bench.cli import app
 from lowlat.bench.commands import load
 from lowlat.bench.keeper import Keeper
 from lowlat.bench.load import usage
@@ -17,21 +15,7 @@ from lowlat.bench.load.metrics import load_rows, summarize
 from lowlat.bench.load.prompts import Scale, calibrate
 from lowlat.bench.load.records import Record
 
-RUN = CliRunner()
-QUICK = ("--ttft-ms", 2, "--itl-ms", 1)
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """Notes tell of a busy machine too, and these tests run on any."""
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-
-
-def lowlat(*arguments, code=0):
-    got = RUN.invoke(app, list(map(str, arguments)))
-    assert got.exit_code == code, (got.output, got.exception)
-    assert "Traceback" not in got.output
-    return got
+pytestmark = pytest.mark.usefixtures("idle_machine")
 
 
 def session(path, turns=4):

@@ -131,21 +131,10 @@ def test_ten_thousand_random_events(shape: dict[str, int], depth: int):
     assert (0 < events.device.accepted < events.device.guessed) == ("width" in shape)
 
 
-class EngineMachine(RuleBasedStateMachine):
-    """The same events in the order that hypothesis finds most telling."""
+class EventMachine(RuleBasedStateMachine):
+    """Events in the order that hypothesis finds most telling. Subclasses make `events` and bring requests."""
 
-    @initialize(shape=st.sampled_from(SHAPES))
-    def start(self, shape: dict[str, int]) -> None:
-        self.events = Events(**shape)
-
-    @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-        max_tokens=st.integers(0, 20),
-        priority=st.integers(0, 2),
-        scored=st.booleans(),
-    )
-    def submit(self, prompt: list[int], max_tokens: int, priority: int, scored: bool) -> None:
-        self.events.submit(prompt, max_tokens, priority, scored)
+    events: Events
 
     @precondition(lambda self: self.events.scheduler.in_flight < 4)
     @rule()
@@ -169,6 +158,23 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "events"):
             self.events.rest()
+
+
+class EngineMachine(EventMachine):
+    """The accounting's events."""
+
+    @initialize(shape=st.sampled_from(SHAPES))
+    def start(self, shape: dict[str, int]) -> None:
+        self.events = Events(**shape)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
+        max_tokens=st.integers(0, 20),
+        priority=st.integers(0, 2),
+        scored=st.booleans(),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, priority: int, scored: bool) -> None:
+        self.events.submit(prompt, max_tokens, priority, scored)
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -9,9 +9,9 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 from kv_simulator import make_core, make_request
-from test_engine_accounting import Events
+from test_engine_accounting import EventMachine, Events
 from test_engine_sessions import Clock
 from test_engine_state import make_state_core
 
@@ -106,8 +106,10 @@ def test_random_events(number: int):
     assert lost["pages"] + lost["budget"] > 0, lost
 
 
-class SessionMachine(RuleBasedStateMachine):
-    """The same events in the order that hypothesis finds most telling."""
+class SessionMachine(EventMachine):
+    """The events of sessions."""
+
+    events: SessionEvents
 
     @initialize(shape=st.sampled_from(SHAPES))
     def start(self, shape: dict[str, Any]) -> None:
@@ -124,15 +126,6 @@ class SessionMachine(RuleBasedStateMachine):
     def turn(self, prompt: list[int], max_tokens: int, session: str, ttl: float, salt: str, priority: int) -> None:
         self.events.turn(prompt, max_tokens, session, ttl, salt, priority)
 
-    @precondition(lambda self: self.events.scheduler.in_flight < 4)
-    @rule()
-    def launch(self) -> None:
-        self.events.launch()
-
-    @rule()
-    def collect(self) -> None:
-        self.events.collect()
-
     @rule(seconds=st.sampled_from([0.5, 1.0, 20.0]))
     def wait(self, seconds: float) -> None:
         self.events.clock.now += seconds
@@ -141,20 +134,6 @@ class SessionMachine(RuleBasedStateMachine):
     def end(self, session: str, salt: str) -> None:
         self.events.core.end_session(session, salt)
         assert not self.events.core.end_session(session, salt)
-
-    @precondition(lambda self: self.events.live)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.events.abort(data.draw(st.sampled_from(sorted(self.events.live))))
-
-    @invariant()
-    def balanced(self) -> None:
-        if hasattr(self, "events"):
-            self.events.judge()
-
-    def teardown(self) -> None:
-        if hasattr(self, "events"):
-            self.events.rest()
 
 
 TestSessionMachine = SessionMachine.TestCase
