@@ -76,7 +76,9 @@ class RowCase:
         sinks = random(shape.heads) if shape.sinks else None
         self.rule = AttentionRule(scale=0.3 if shape.sinks else None, window=shape.window, sinks_N=sinks)
         self.tables = Rope(shape.dim, 10000.0, max(lengths) + 1, None, torch.device("cpu")).tables
-        narrow = (slots, torch.arange(count) * width, torch.tensor(rows), torch.tensor(lengths))
+        # A step of one row a request gives padding one too, of no tokens (`step.begin_decodes`).
+        shares = torch.tensor(rows) if width > 1 else torch.ones(count)
+        narrow = (slots, torch.arange(count) * width, shares, torch.tensor(lengths))
         segments = RowSegments(
             *(part.int() for part in narrow), most_rows=width, longest=max(lengths), tight=True
         )  # fmt: skip

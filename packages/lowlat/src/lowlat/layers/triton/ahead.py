@@ -63,13 +63,16 @@ def rehearsal() -> Iterator[list[Callable[[], object]]]:
 def compile_all(compilations: Iterable[Callable[[], object]], device: torch.device) -> None:
     """Compile side by side, and load on the device: what launches them is compiled with that, too."""
 
+    # Threads have a current device of their own.
+    index = None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+
     def start() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if index is not None:
+            torch.cuda.set_device(index)
 
     def run(compilation: Callable[[], Any]) -> None:
         kernel = compilation()
-        if device.type == "cuda":
+        if index is not None:
             _ = kernel.run
 
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "compile", start) as pool:

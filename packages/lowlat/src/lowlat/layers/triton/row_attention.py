@@ -82,7 +82,8 @@ def row_attend_kernel(
     # The rows' own come first: they take longest.
     part = tl.program_id(0) // KV_HEADS % (MOST + 1)
     length = tl.load(lengths_ptr + segment, cache_modifier=".cg")
-    rows = tl.load(rows_ptr + segment, cache_modifier=".cg")
+    # The one row of a padding request has no tokens.
+    rows = tl.minimum(tl.load(rows_ptr + segment, cache_modifier=".cg"), length)
     first = tl.load(first_ptr + segment, cache_modifier=".cg")
     slot = tl.load(slots_ptr + segment, cache_modifier=".cg").to(tl.int64)
     before = length - rows
@@ -186,7 +187,8 @@ def join_kernel(
     """One program: one head of a row, its parts in order."""
     segment, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + segment, cache_modifier=".cg")
-    rows = tl.load(rows_ptr + segment, cache_modifier=".cg")
+    # The one row of a padding request has no tokens.
+    rows = tl.minimum(tl.load(rows_ptr + segment, cache_modifier=".cg"), length)
     first = tl.load(first_ptr + segment, cache_modifier=".cg")
     _begin, _chunk, splits = _shares(length - rows, WINDOW, MOST, BLOCK_L, MIN_CHUNK)
     place_p, place_d = tl.arange(0, PARTS), tl.arange(0, BLOCK_D)
