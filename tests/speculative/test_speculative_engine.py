@@ -150,6 +150,8 @@ def test_simulated_acceptance_is_exact_and_labelled(target: Path):
         sampling = SamplingParams(max_tokens=140, temperature=0, ignore_eos=True, logprobs=1)
         first = engine.generate([5, 6, 7], sampling)
         assert len(first.token_ids) == len(first.logprobs) == 140
+        timings = first.timings
+        assert 0 < timings.gap_mean_ms * 139 <= 1e3 * (timings.total_s - timings.first_token_s), "of tokens, not steps"
         report = engine.speculation()
         assert report.simulated_acceptance == 3.51
         assert report.tokens_per_step == pytest.approx(3.51, abs=0.1)

@@ -24,6 +24,7 @@ from lowlat.engine.sampling_check import check_sampling
 from lowlat.engine.score_waves import Readings, ScoreWaves
 from lowlat.engine.scoring import Preference, ScoreInput, ScoreLimits, check_input, choose_mode, plan_score, score_of
 from lowlat.engine.stats import EngineStats
+from lowlat.engine.token_gaps import mean_and_p90_ms, token_gaps
 from lowlat.text.chat import ChatTemplateError
 from lowlat.text.output import Delta, OutputAssembler, TokenLogprob
 
@@ -39,7 +40,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Seconds to the first step and to the first token, and milliseconds between tokens (mean and 90th percentile)."""
+    """Seconds to the first step and to the first token, and milliseconds between tokens (mean and 90th percentile;
+    tokens of one step have gap 0)."""
 
     queue_s: float
     first_token_s: float
@@ -337,7 +339,7 @@ class _Run:
         self._assembler = assembler
         self._deltas: list[Delta] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._times: list[float] = []
+        self._arrivals: list[tuple[float, int]] = []
         self._cached_tokens = 0
         self._queue_s = 0.0
 
@@ -347,7 +349,7 @@ class _Run:
             raise RuntimeError(output.error)
         self._prompt_logprobs.extend(output.prompt_logprobs or [])
         if output.token_ids:
-            self._times.append(time.monotonic())
+            self._arrivals.append((time.monotonic(), len(output.token_ids)))
             self._cached_tokens, self._queue_s = output.cached_tokens, output.queue_s
         entries = output.logprobs if output.token_ids else []
         delta = self._assembler.push(output.token_ids, entries, output.finish_reason, output.stop_token_id)
@@ -370,12 +372,12 @@ class _Run:
         )
 
     def _timings(self) -> Timings:
-        times = self._times
-        gaps = sorted((b - a) * 1e3 for a, b in itertools.pairwise(times))
+        arrivals = self._arrivals
+        mean_ms, p90_ms = mean_and_p90_ms(token_gaps(arrivals, self._deltas[-1].completion_tokens))
         return Timings(
             queue_s=self._queue_s,
-            first_token_s=times[0] - self.request.arrival if times else 0.0,
-            gap_mean_ms=sum(gaps) / len(gaps) if gaps else None,
-            gap_p90_ms=gaps[int(0.9 * (len(gaps) - 1))] if gaps else None,
+            first_token_s=arrivals[0][0] - self.request.arrival if arrivals else 0.0,
+            gap_mean_ms=mean_ms,
+            gap_p90_ms=p90_ms,
             total_s=time.monotonic() - self.request.arrival,
         )

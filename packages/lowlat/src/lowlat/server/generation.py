@@ -10,6 +10,7 @@ import msgspec
 from lowlat.engine.client import EngineClient
 from lowlat.engine.request import FinishReason, GenerateRequest, RequestOutput
 from lowlat.engine.request_stream import RequestStream
+from lowlat.engine.token_gaps import mean_and_p90_ms, token_gaps
 from lowlat.server.answers import PromptTokensDetails, Timings, Usage
 from lowlat.server.errors import engine_failed
 from lowlat.server.plan import Plan
@@ -184,31 +185,22 @@ class Generation:
 
     def timings(self) -> Timings:
         """Seen from the server: waiting and first token of the earliest choice, gaps of all choices together."""
-        arrivals = self._stream.arrivals.values() if self._stream is not None else ()
-        gaps: list[float] = []
-        first: float | None = None
-        for events in arrivals:
-            for number, (at, tokens) in enumerate(events):
-                if number:
-                    gaps.append(at - events[number - 1][0])
-                # Tokens that one step brought together have no gap between them.
-                gaps.extend([0.0] * (tokens - 1))
-            if events:
-                first = events[0][0] if first is None else min(first, events[0][0])
-        gaps.sort()
+        arrivals = self._stream.arrivals if self._stream is not None else {}
+        gaps = [
+            gap
+            for id, events in arrivals.items()
+            for gap in token_gaps(events, self._by_id[id].assembler.completion_tokens)
+        ]
+        first = min((events[0][0] for events in arrivals.values() if events), default=None)
+        mean_ms, p90_ms = mean_and_p90_ms(gaps)
         waits = [choice.queue_s for choice in self.choices if choice.queue_s is not None]
         return Timings(
             queue_s=round(min(waits, default=0.0), 6),
             first_token_s=None if first is None else round(first - self.arrival, 6),
             total_s=round((self._ended_at or time.monotonic()) - self.arrival, 6),
-            gap_mean_ms=round(1e3 * sum(gaps) / len(gaps), 4) if gaps else None,
-            gap_p90_ms=round(1e3 * gaps[_p90(len(gaps))], 4) if gaps else None,
+            gap_mean_ms=None if mean_ms is None else round(mean_ms, 4),
+            gap_p90_ms=None if p90_ms is None else round(p90_ms, 4),
         )
-
-
-def _p90(count: int) -> int:
-    """Place of the 90th percentile (nearest rank) among `count` sorted values."""
-    return max(0, -(-count * 9 // 10) - 1)
 
 
 def join_deltas(first: Delta, second: Delta) -> Delta:
