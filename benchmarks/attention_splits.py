@@ -142,7 +142,7 @@ def main() -> Path:
             ]  # fmt: skip
             result.rows += rows
             print(f"{model}, {users} users, {got.context} tokens: a layer's attention", flush=True)
-            print(verdict(samples, "general"), flush=True)
+            print(verdict(samples, arm="general"), flush=True)
             del case
             torch.cuda.empty_cache()
     path = save(result, folder)

@@ -1,12 +1,12 @@
-"""The step that checks a draft's guesses, beside a plain one, and forms of its attention: all in one run.
+"""The step that checks a draft's guesses, beside a plain one, and forms of their attention: all in one run.
 
     python benchmarks/verify_step.py
 
 takes about a minute on an H200. SmolLM2 and the draft that comes with it, one user, greedy, one guess counted as right
-in every step. Forms: what the start chose (it times both, see the log), `older` attention (rotation and write, splits,
-combine: three launches), `rows` (two, which ask for the cache before they wait). `plain` has no draft; its form `rows`
-has the two launches for its one row, which no engine does yet. The last lines name the winners, and how many plain
-steps the chosen form takes: guesses are worth it where a step brings more tokens.
+in every step; `plain` has no draft. Forms of both: what the start chose (it times both ways, see the log), `older`
+attention (rotation and write, splits, combine: three launches), `rows` (two, which ask for the cache before they wait).
+The last lines name the winners, and how many plain steps the chosen form takes: guesses are worth it where a step
+brings more tokens.
 
     python benchmarks/verify_step.py --model llama-1b --spec off --context 20000
 
@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from variants import fields, verdict
 
 from lowlat.bench.arms.base import StepCase
@@ -30,34 +29,28 @@ from lowlat.bench.arms.general import GeneralArm
 from lowlat.bench.presets import PRESETS, any_shape
 from lowlat.bench.results import Simulated, check_folder, new_result, row_from_interval, row_from_samples, save
 from lowlat.bench.stats import alternate
-from lowlat.engine import device_build, row_kernels
+from lowlat.engine import row_kernels
 
-FORMS: dict[str, bool | None] = {"general": None, "general older": False, "general rows": True}
-"""Whether attention of several rows has kernels of its own; None: as the start finds."""
-PLAIN = {"plain": False, "plain rows": True}
-"""The same of one row."""
+FORMS: dict[str, bool | None] = {"": None, " older": False, " rows": True}
+"""Whether attention of few rows has kernels of its own; None: as the start finds."""
 
 
 @contextmanager
-def forced(row_attention: bool | None, one_row: bool = False) -> Iterator[None]:
-    """Inside, engines start with this attention of several rows, and of one."""
-    choose, operations = row_kernels.choose_row_kernels, device_build.device_ops
+def forced(by_rows: bool | None) -> Iterator[None]:
+    """Inside, engines start with this attention of one row and of several."""
+    module: Any = row_kernels
+    choose = module.choose_row_kernels
 
-    def chosen(model: Any, ops: Any, width: int) -> None:
-        choose(model, ops, width)
-        if row_attention is not None:
-            ops.row_attention = row_attention
+    def chosen(model: Any, ops: Any, *rest: Any) -> None:
+        choose(model, ops, *rest)
+        if by_rows is not None:
+            ops.row_attention = ops.one_row_attention = by_rows
 
-    def made(device: torch.device) -> tuple[Any, bool]:
-        ops, fused = operations(device)
-        ops.one_row_attention = one_row
-        return ops, fused
-
-    row_kernels.choose_row_kernels, device_build.device_ops = chosen, made
+    module.choose_row_kernels = chosen
     try:
         yield
     finally:
-        row_kernels.choose_row_kernels, device_build.device_ops = choose, operations
+        module.choose_row_kernels = choose
 
 
 def main() -> Path:
@@ -78,12 +71,11 @@ def main() -> Path:
     if got.model == "smollm2" or got.model not in PRESETS:
         common["model"] = got.model
     engines = {}
-    for name, one_row in PLAIN.items():
-        with forced(None, one_row):
-            engines[name] = GeneralArm(StepCase(**common))
-    for name, row_attention in FORMS.items() if got.spec != "off" else ():
-        with forced(row_attention):
-            engines[name] = GeneralArm(StepCase(**common, spec=got.spec, draft=got.draft))
+    for arm in ("plain",) if got.spec == "off" else ("plain", "general"):
+        for form, by_rows in FORMS.items():
+            case = StepCase(**common) if arm == "plain" else StepCase(**common, spec=got.spec, draft=got.draft)
+            with forced(by_rows):
+                engines[arm + form] = GeneralArm(case)
     measured = alternate({name: engine.measure for name, engine in engines.items()}, got.rounds)
     for name, error in measured.errors.items():
         print(f"   {name} broke and is left out: {error}", flush=True)
@@ -101,7 +93,7 @@ def main() -> Path:
         print(f"{name:16} {row.median:8.1f} us [{row.low:.1f}, {row.high:.1f}]", flush=True)
     for arm in ("plain", "general"):
         if arm in samples:
-            print(f"   {arm}: {verdict(samples, arm).strip()}")
+            print(f"   {arm}: {verdict(samples, arm=arm).strip()}")
     if {"general", "plain"} <= set(samples):
         ratio, steps = measured.ratio("general", "plain"), measured.ratio("plain", "general")
         print(f"   a step with guesses takes {ratio.value:.3f} plain ones [{ratio.low:.3f}, {ratio.high:.3f}]")

@@ -44,17 +44,23 @@ def cached() -> set[str]:
 
 
 def check_choice(runner: Any) -> None:
-    """What the start tries of attention of several rows is compiled first, both ways."""
-    before, attention = cached(), row_kernels._attention(runner.model, 3)
-    assert attention is not None
+    """What the start tries of attention is compiled first, both ways."""
+    before, ops = cached(), runner.model.ops
     with torch.inference_mode():
-        row_kernels._compile({"row_attention": attention}, runner.model.ops, torch.device("cpu"))
+        wanted = {
+            "one_row_attention": row_kernels.attention_chains(runner.model, runner.kv, 2, 1),
+            "row_attention": row_kernels.attention_chains(runner.model, runner.kv, 2, 3),
+        }
+        assert all(len(chains) > 1 for chains in wanted.values())
+        row_kernels._compile(wanted, ops, torch.device("cpu"))
         compiled = cached()
         names = {Path(path).stem for path in compiled - before}
         assert {"row_attend_kernel", "join_kernel", "attend_kernel", "combine_kernel"} <= names
-        for ours in (False, True):
-            runner.model.ops.row_attention = ours
-            attention()
+        for name, chains in wanted.items():
+            for ours in (False, True):
+                setattr(ops, name, ours)
+                for chain in chains:
+                    chain.run()
     assert cached() == compiled
 
 

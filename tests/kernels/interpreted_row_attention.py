@@ -5,11 +5,13 @@ test_kernels_interpreted.py runs them in a process of its own, since a process e
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
-from row_cases import REQUESTS, SHAPES, RowCase, check_new_rows
+from row_cases import REQUESTS, SHAPES, RowCase, Shape, check_new_rows
 
 from lowlat.layers.device_reference import ReferenceOps
+from lowlat.layers.device_step import RowSegments
 from lowlat.layers.triton_ops import TritonOps
 
 
@@ -37,6 +39,34 @@ def test_a_row_is_the_same_bits_beside_any_neighbours():
     assert torch.equal(alone.moved().run(ops), expected[14:])
     assert not torch.equal(expected[14:], together.moved().run(ReferenceOps())[14:]), "not the kernels"
     assert expected[together.real].isfinite().all()
+
+
+def test_one_row_is_the_same_bits_beside_any_requests_and_chunks():
+    """Padding as decode steps have it: a row that no request has, of length 0."""
+    shape, ops = Shape(1, 6, 2, 16, 16, norms=True), TritonOps(20)
+    ops.one_row_attention = True
+    together = RowCase(shape, [300, 17, 90, 40], [1, 1, 1, 0])
+    batch = together.step.segments[0]
+    batch.rows_B.fill_(1)
+    batch.tight = False
+    expected = together.moved().run(ops)
+    assert not expected[3].any()
+    torch.testing.assert_close(expected, together.moved().run(ReferenceOps()), rtol=2e-5, atol=2e-5)
+
+    def part(first: int, last: int) -> RowSegments:
+        fields = (getattr(batch, name)[first:last] for name in ("slots_B", "first_B", "rows_B", "lengths_B"))
+        return RowSegments(*fields, most_rows=1, longest=301)
+
+    beside = together.moved()
+    beside.step.segments = [msgspec.structs.replace(part(0, 1), most_rows=8), part(1, 4)]
+    mixed = beside.run(ops)
+    assert torch.equal(mixed[1:], expected[1:])
+    assert not torch.equal(mixed[0], expected[0]), "a chunk's rows have the other kernels"
+    torch.testing.assert_close(mixed[0], expected[0], rtol=2e-5, atol=2e-5)
+
+    alone = together.moved()
+    alone.step.segments = [part(2, 3)]
+    assert torch.equal(alone.run(ops)[2], expected[2])
 
 
 def test_other_steps_go_the_other_way():

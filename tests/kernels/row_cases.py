@@ -123,11 +123,14 @@ def check_new_rows(case: RowCase, *, programs: int, tolerance: float, early_star
     expected = exact.run(ReferenceOps())[case.real]
     assert not expected.isnan().any()
     mine = case.moved()
-    assert row_attention.fits(mine.step, shape.heads, shape.kv_heads, shape.dim)
-    got = row_attention.row_attend(
-        mine.qkv_RYD, mine.keys_SKD, mine.values_SKD, mine.step, mine.tables, mine.norms, mine.rule,
+    (batch,) = mine.step.segments
+    assert row_attention.fits(batch, shape.heads, shape.kv_heads, shape.dim)
+    got = mine.qkv_RYD.new_full((len(mine.qkv_RYD), shape.heads * shape.dim), float("nan"))
+    row_attention.row_attend(
+        mine.qkv_RYD, mine.keys_SKD, mine.values_SKD, mine.step, batch, mine.tables, mine.norms, mine.rule, got,
         programs=programs, early_start=early_start,
     )  # fmt: skip
+    assert not got.cpu()[~case.real].any(), "padding does not give zeros"
     torch.testing.assert_close(got.cpu()[case.real].double(), expected, rtol=tolerance, atol=tolerance)
     written = case.places_R[case.real] if not shape.draft else case.places_R[:0]
     others = torch.ones(len(case.keys_SKD), dtype=torch.bool).index_fill_(0, written, False)
@@ -147,6 +150,8 @@ SHAPES = [
     Shape(6, 6, 2, 16, 7, norms=True, draft=True),
     Shape(3, 2, 1, 16, 16, window=20, draft=True),
     Shape(8, 4, 2, 16, 4, window=300),
+    Shape(1, 6, 2, 16, 1),
+    Shape(1, 5, 1, 24, 16, window=97, sinks=True, norms=True),
 ]
 REQUESTS = [
     # tokens in the cache, new rows

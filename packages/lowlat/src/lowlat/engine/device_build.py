@@ -50,10 +50,10 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
     ops, fused = device_ops(device)
     device_model = DeviceDecoder(model, ops, _row_sums(model, host.communicator, ops, fused=fused))
     bodies: StepBodies = EagerBodies()
-    if fused and limits.max_batch * width > 1:
+    if fused:
         from lowlat.engine.row_kernels import choose_row_kernels
 
-        choose_row_kernels(device_model, ops, width)
+        choose_row_kernels(device_model, ops, host.kv, limits.max_batch, width, host.communicator)
     if device.type == "cpu":
         pass
     elif not fused:

@@ -1,4 +1,4 @@
-"""Which kernels compute steps of several rows of a small model: measured at the start, with this model's weights.
+"""Which kernels compute decode steps where there are two kinds: measured at the start, with this model's weights.
 
 Legend of shape suffixes: R rows, H hidden, Y heads of the packed projection, D head dimension, S KV slots, K key-value
 heads.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from lowlat.cache.layout import KVPool
 from lowlat.layers.device_step import DeviceOps, DeviceStep, RowSegments
 from lowlat.layers.triton.ahead import compile_all, rehearsal
 from lowlat.layers.triton.row_attention import fits as attention_fits
@@ -19,6 +21,7 @@ from lowlat.layers.triton.row_product import fits, fits_head
 from lowlat.layers.triton_ops import TritonOps
 from lowlat.models.decoder import GatedMLP
 from lowlat.models.device_decoder import DeviceDecoder
+from lowlat.parallel.group import Communicator
 from lowlat.platform.cuda import CudaLinear
 
 log = logging.getLogger("lowlat.engine")
@@ -26,60 +29,90 @@ log = logging.getLogger("lowlat.engine")
 _ROWS = 8
 _NAME = "silu"
 _CONTEXT = 512
-_PAGE = 16
+_LONGEST = 100_000
+"""Tokens of a request with much in the cache, where the cache has room for so many."""
+_REQUESTS = 8
+_BYTES = 16 << 30
+"""Of the cache that a chain reads, or one layer's."""
 _REPEATS = 5
+_SLOWER = 1.03
 # Of the largest entry, in bfloat16: both round what they multiply and what they return.
 _TOLERANCE = 0.03
 
-Chain = Callable[[], torch.Tensor]
+_NAMES = ("row_products", "row_heads", "one_row_attention", "row_attention")
+"""Switches of `TritonOps`."""
+
+
+class Chain(NamedTuple):
+    """What is replayed to be timed."""
+
+    of: str
+    run: Callable[[], torch.Tensor]
+    written: Callable[[], torch.Tensor] | None = None
+    """What else it left that must be right."""
 
 
 @torch.inference_mode()
-def choose_row_kernels(model: DeviceDecoder, ops: DeviceOps, width: int) -> None:
+def choose_row_kernels(
+    model: DeviceDecoder, ops: DeviceOps, kv: KVPool, requests: int, width: int, communicator: Communicator
+) -> None:
     """Let `ops` use kernels of ours where they are right, and faster in a chain of all layers than what they stand for:
-    products by cuBLAS, those of layers and that with the head; and where requests have `width` rows, attention by the
-    kernels of all other steps."""
+    products of several rows by cuBLAS, those of layers and that with the head; and attention of one row, and of the
+    `width` rows that a request may have, by the kernels of all other steps. Ranks choose the same.
+
+    `kv`: where attention is tried, before there is anything in it. `requests`: the most of a step.
+    """
     assert isinstance(ops, TritonOps)
-    products = _products(model, ops)
+    products = _products(model, ops) if requests * width > 1 else None
     # Larger models gain less by it than their start would lose.
     head = None if products is None else _head(model, ops)
-    wanted = {"row_products": products, "row_heads": head, "row_attention": _attention(model, width)}
-    chains = {name: chain for name, chain in wanted.items() if chain is not None}
+    wanted = {"row_products": [products] if products else [], "row_heads": [head] if head else []}
     try:
-        _compile(chains, ops, model.decoder.embedding_VH.device)
-        for name, chain in chains.items():
-            _choose(name, chain, ops)
+        wanted["one_row_attention"] = attention_chains(model, kv, requests, 1)
+        wanted["row_attention"] = attention_chains(model, kv, requests, width) if width > 1 else []
+        wanted = {name: chains for name, chains in wanted.items() if chains}
+        _compile(wanted, ops, model.decoder.embedding_VH.device)
+        for name, chains in wanted.items():
+            _choose(name, chains, ops)
     except Exception as error:  # whatever a compiler or a driver says: the other kernels are always there
-        ops.row_products = ops.row_heads = ops.row_attention = False
-        log.warning("steps of several rows go without kernels of their own: %s", error)
+        for name in _NAMES:
+            setattr(ops, name, False)
+        log.warning("decode steps go without kernels that are chosen by their times: %s", error)
+    if communicator.shard.size > 1:
+        chosen = torch.tensor([float(getattr(ops, name)) for name in _NAMES])
+        for name, everywhere in zip(_NAMES, communicator.gather(chosen).amin(0).tolist(), strict=True):
+            setattr(ops, name, bool(everywhere))
 
 
-def _compile(chains: dict[str, Chain], ops: TritonOps, device: torch.device) -> None:
+def _compile(wanted: dict[str, list[Chain]], ops: TritonOps, device: torch.device) -> None:
     """All kernels of both ways, side by side."""
     with rehearsal() as found:
-        for name, chain in chains.items():
+        for name, chains in wanted.items():
             for ours in (False, True):
                 setattr(ops, name, ours)
-                chain()
+                for chain in chains:
+                    chain.run()
     compile_all(found, device)
 
 
-def _choose(name: str, chain: Chain, ops: TritonOps) -> None:
-    results, seconds = {}, {}
-    for ours in (False, True):
-        setattr(ops, name, ours)
-        results[ours], seconds[ours] = _replayed(chain)
-    expected, got = results[False].float(), results[True].float()
-    right = float((got - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
-    used = right and seconds[True] < seconds[False]
+def _choose(name: str, chains: list[Chain], ops: TritonOps) -> None:
+    """Ours where the first chain is faster so, and no other one slower."""
+    title, right, ratios = name.replace("_", " "), True, []
+    for chain in chains:
+        results, seconds = {}, {}
+        for ours in (False, True):
+            setattr(ops, name, ours)
+            results[ours], seconds[ours] = _replayed(chain)
+        right = right and all(map(_alike, results[False], results[True]))
+        ratios.append(seconds[True] / seconds[False])
+        log.info("%s: %s: %.0f us without, %.0f us with", title, chain.of, seconds[False] * 1e6, seconds[True] * 1e6)
+    used = right and ratios[0] < 1 and max(ratios) <= _SLOWER
     setattr(ops, name, used)
-    log.info(
-        "%s: all layers take %.0f us without, %.0f us with (%s)",
-        name.replace("_", " "),
-        seconds[False] * 1e6,
-        seconds[True] * 1e6,
-        "used" if used else "not used" if right else "not used: the result differs",
-    )
+    log.info("%s: %s", title, "used" if used else "not used" if right else "not used: the result differs")
+
+
+def _alike(expected: torch.Tensor, got: torch.Tensor) -> bool:
+    return float((got.float() - expected.float()).abs().max()) <= _TOLERANCE * float(expected.abs().max())
 
 
 def _products(model: DeviceDecoder, ops: TritonOps) -> Chain | None:
@@ -105,7 +138,7 @@ def _products(model: DeviceDecoder, ops: TritonOps) -> Chain | None:
             outputs.append(ops.product(active_RI, mlp.down))
         return torch.stack(outputs)
 
-    return chain
+    return Chain("all layers", chain)
 
 
 def _head(model: DeviceDecoder, ops: TritonOps) -> Chain | None:
@@ -121,49 +154,84 @@ def _head(model: DeviceDecoder, ops: TritonOps) -> Chain | None:
         ends = [ops.add_norm_product(x_RH, x_RH.clone(), norm, eps, decoder.head, None, wide) for _ in range(4)]
         return ends[-1][0]
 
-    return chain
+    return Chain("four steps", chain)
 
 
-def _attention(model: DeviceDecoder, width: int) -> Chain | None:
-    """Attention of a request's `width` rows behind `_CONTEXT` tokens, each layer's over a cache of its own and from the
-    same rows; None where such steps are not for the kernels. Its result holds what was written to the caches, too."""
-    device, dtype = model.decoder.embedding_VH.device, model.decoder.embedding_VH.dtype
-    layers = model.decoder.layers
-    layer = layers[0]
-    kv_heads, dim = layer.rotated_heads - layer.query_heads, layer.head_dim
-    places_R = torch.arange(_CONTEXT, _CONTEXT + width, device=device)
-    length = _CONTEXT + width
-    # In memory as `begin_rows` leaves them: kernels are compiled for how addresses are aligned.
-    narrow = torch.tensor([[width], [length], [0], [0]], dtype=torch.int32, device=device)
-    rows_B, lengths_B, slots_B, first_B = narrow
-    batch = RowSegments(slots_B, first_B, rows_B, lengths_B, most_rows=width, longest=length, tight=True)
-    pages = -(-length // _PAGE)
-    table_TP = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    step = DeviceStep(places_R, places_R, places_R, [batch], table_TP, _PAGE, None)
-    if width == 1 or not attention_fits(step, layer.query_heads, kv_heads, dim):
-        return None
-    qkv_RYD = torch.randn(width, layer.rotated_heads + kv_heads, dim, device=device).to(dtype)
-    shape = (len(layers), 2, pages * _PAGE, kv_heads, dim)
-    caches = torch.randn(shape, device=device).to(dtype)
-    kept = list(zip(layers, caches, strict=True))
-
-    def chain() -> torch.Tensor:
-        outputs = [model.mixed(layer, qkv_RYD, keys, values, step) for layer, (keys, values) in kept]
-        return torch.cat([torch.stack(outputs).flatten(), caches[:, :, places_R].flatten()])
-
-    return chain
+def attention_chains(model: DeviceDecoder, kv: KVPool, requests: int, width: int) -> list[Chain]:
+    """Attention of `width` rows a request: of one request and of several, behind few tokens and behind many; none where
+    such steps are not for the kernels."""
+    layer = model.decoder.layers[0]
+    batch = _Batch(model, kv, 1, 1, width).step.segments[0]
+    if not attention_fits(batch, layer.query_heads, layer.rotated_heads - layer.query_heads, layer.head_dim):
+        return []
+    page = kv.layout.page_size
+    sizes = []
+    for count in (1, min(_REQUESTS, requests)):
+        room = min(kv.layout.pages // count * page, len(model.decoder.ropes[layer.window].tables[0]), _LONGEST) - width
+        sizes += [(count, min(_CONTEXT, room)), (count, room)]
+    batches = [_Batch(model, kv, count, before, width) for count, before in dict.fromkeys(sizes) if before > 0]
+    return [chain for batch in batches if (chain := batch.chain(model, kv)) is not None]
 
 
-def _replayed(chain: Chain) -> tuple[torch.Tensor, float]:
-    """The result, and the seconds of a replay: the best of a few."""
+class _Batch:
+    """Requests with `width` new rows each behind `before` tokens in the first pages of a pool."""
+
+    def __init__(self, model: DeviceDecoder, kv: KVPool, count: int, before: int, width: int) -> None:
+        device, page = model.decoder.embedding_VH.device, kv.layout.page_size
+        self.of = f"{count} x {width} rows behind {before} tokens"
+        length, rows = before + width, count * width
+        self.each = -(-length // page)
+        self.pages = count * self.each
+        # In memory as `begin_decodes` and `begin_rows` leave them: kernels are compiled for how addresses are aligned.
+        wide_XR = torch.empty(5, rows, dtype=torch.int64, device=device)
+        every_B = torch.arange(count, device=device)
+        positions_R, places_R = wide_XR[1], wide_XR[3 if width == 1 else 2]
+        new_W = torch.arange(before, length, device=device)
+        wide_XR[:] = new_W.repeat(count)
+        places_R += (every_B * self.each * page).repeat_interleave(width)
+        narrow_XB = torch.empty(4, count, dtype=torch.int32, device=device)
+        slots, first, own, lengths = (narrow_XB[place] for place in ((0, 1, 2, 3) if width == 1 else (2, 3, 0, 1)))
+        slots[:], first[:], own[:], lengths[:] = every_B, every_B * width, width, length
+        batch = RowSegments(slots, first, own, lengths, width, length, tight=width > 1)
+        table_TP = torch.arange(self.pages, dtype=torch.int32, device=device).view(count, self.each)
+        self.step = DeviceStep(wide_XR[0], positions_R, places_R, [batch], table_TP, page, None)
+
+    def chain(self, model: DeviceDecoder, kv: KVPool) -> Chain | None:
+        """Each layer's attention over its own part of the pool and from the same rows, of as many layers as are enough
+        to time. None where no layer has so many pages."""
+        layers = [
+            (layer, keys, values)
+            for index, (layer, keys, values) in enumerate(zip(model.decoder.layers, kv.keys, kv.values, strict=True))
+            if kv.layout.pages_of(index) >= self.pages
+        ]
+        slots = self.pages * kv.layout.page_size
+        layers = layers[: max(1, _BYTES // (slots * kv.layout.bytes_per_layer))]
+        if not layers:
+            return None
+        layer, places_R = layers[0][0], self.step.write_slots_R
+        heads = 2 * layer.rotated_heads - layer.query_heads
+        device, dtype = model.decoder.embedding_VH.device, model.decoder.embedding_VH.dtype
+        qkv_RYD = torch.randn(len(places_R), heads, layer.head_dim, device=device).to(dtype)
+        pools = [pool for _, *both in layers for pool in both]
+        for pool in pools:
+            pool[:slots].normal_()
+
+        def run() -> torch.Tensor:
+            return torch.stack([model.mixed(layer, qkv_RYD, keys, values, self.step) for layer, keys, values in layers])
+
+        return Chain(self.of, run, lambda: torch.stack([pool[places_R] for pool in pools]))
+
+
+def _replayed(chain: Chain) -> tuple[list[torch.Tensor], float]:
+    """Results, and the seconds of a replay: the best of a few."""
     side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        chain()
+        chain.run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = chain()
+        result = chain.run()
     best = math.inf
     for _ in range(_REPEATS):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -172,4 +240,4 @@ def _replayed(chain: Chain) -> tuple[torch.Tensor, float]:
         after.record()
         after.synchronize()
         best = min(best, before.elapsed_time(after) / 1e3)
-    return result.clone(), best
+    return [result.clone()] + ([] if chain.written is None else [chain.written()]), best

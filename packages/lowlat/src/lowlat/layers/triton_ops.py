@@ -12,7 +12,7 @@ import torch
 
 from lowlat.layers.activation import GATED, ClampedSwiglu
 from lowlat.layers.attention import AttentionRule
-from lowlat.layers.device_step import DecodeRows, DeviceStep
+from lowlat.layers.device_step import DecodeRows, DeviceStep, RowSegments
 from lowlat.layers.moe import Experts
 from lowlat.layers.triton import experts as expert_kernels
 from lowlat.layers.triton import row_attention
@@ -78,7 +78,8 @@ class TritonOps:
         self.row_attention = False
         """Whether attention of a few new rows of each request has kernels of its own (`engine/row_kernels.py`)."""
         self.one_row_attention = False
-        """Whether they serve requests of one row too: timed by `benchmarks/verify_step.py` alone."""
+        """The same of one row of each request: of all decode steps without guesses, so that a row's result does not
+        depend on how many there are."""
         self._programs = 2 * processors
         self._early = early_start
         self._experts: dict[int, _LayersExperts | None] = {}
@@ -197,13 +198,24 @@ class TritonOps:
     ) -> torch.Tensor:
         """Paged attention; the segments cover every row, so that all of the result is written."""
         out_RND = torch.empty_like(q_RND)
-        where = (step.table_TP, step.page_size)
-        for batch in step.segments:
+        self._attend(q_RND, keys_SKD, values_SKD, step, step.segments, rule, out_RND)
+        return out_RND.flatten(1)
+
+    def _attend(
+        self,
+        q_RND: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        segments: list[RowSegments],
+        rule: AttentionRule,
+        out_RND: torch.Tensor,
+    ) -> None:
+        for batch in segments:
             attend(
-                q_RND, keys_SKD, values_SKD, *where, batch, rule, out_RND,
+                q_RND, keys_SKD, values_SKD, step.table_TP, step.page_size, batch, rule, out_RND,
                 programs=self._programs, early_start=self._early, block_base=step.block_base,
             )  # fmt: skip
-        return out_RND.flatten(1)
 
     def rope_attend(
         self,
@@ -215,30 +227,29 @@ class TritonOps:
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """In two kernels for a few new rows of each request."""
-        _, packed, dim = qkv_RYD.shape
+        """In two kernels for a few new rows of each request; a row goes by the same ones beside any others."""
+        rows, packed, dim = qkv_RYD.shape
         kv_heads = keys_SKD.shape[1]
-        one = step.segments[0].most_rows == 1
-        wanted = self.one_row_attention if one else self.row_attention
-        if wanted and row_attention.fits(step, packed - 2 * kv_heads, kv_heads, dim):
-            return self.row_attend(qkv_RYD, keys_SKD, values_SKD, step, tables, norms, rule)
-        q_RND = self.rope_write(qkv_RYD, keys_SKD, values_SKD, step, tables, norms)
-        return self.attend(q_RND, keys_SKD, values_SKD, step, rule)
+        heads = packed - 2 * kv_heads
+        few: list[RowSegments] = []
+        others: list[RowSegments] = []
+        for batch in step.segments:
+            (few if self._by_new_rows(batch, heads, kv_heads, dim) else others).append(batch)
+        out_RND = qkv_RYD.new_empty(rows, heads, dim)
+        if others:
+            q_RND = self.rope_write(qkv_RYD, keys_SKD, values_SKD, step, tables, norms)
+            self._attend(q_RND, keys_SKD, values_SKD, step, others, rule, out_RND)
+        for batch in few:
+            row_attention.row_attend(
+                qkv_RYD, keys_SKD, values_SKD, step, batch, tables, norms, rule, out_RND,
+                programs=self._programs, early_start=self._early,
+            )  # fmt: skip
+        return out_RND.flatten(1)
 
-    def row_attend(
-        self,
-        qkv_RYD: torch.Tensor,
-        keys_SKD: torch.Tensor,
-        values_SKD: torch.Tensor,
-        step: DeviceStep,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-        rule: AttentionRule,
-    ) -> torch.Tensor:
-        """`rope_attend` of steps that `row_attention.fits`."""
-        return row_attention.row_attend(
-            qkv_RYD, keys_SKD, values_SKD, step, tables, norms, rule, programs=self._programs, early_start=self._early
-        )
+    def _by_new_rows(self, batch: RowSegments, heads: int, kv_heads: int, dim: int) -> bool:
+        """Whether these rows have the attention of a few new ones."""
+        chosen = self.one_row_attention if batch.most_rows == 1 else self.row_attention
+        return chosen and row_attention.fits(batch, heads, kv_heads, dim)
 
     def take_slots(
         self,

@@ -1,6 +1,6 @@
 """Attention of a few new rows of each request, with what stands before it: QK-norm, rotation, the write to the cache.
 
-For steps that check guesses, whose kernels are small: what counts there is how often a kernel waits for memory. Rows
+For decode steps, whose kernels are small: what counts there is how often a kernel waits for memory. Rows
 see two kinds of tokens. Those in the cache before the step are cut into splits, and a program asks for its keys and
 values before it waits for the product that makes the rows. The rows' own keys and values come from that product, by a
 program of their own, which also writes them to the cache: nobody reads them there in this step. A second launch joins
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from lowlat.layers.attention import AttentionRule
-from lowlat.layers.device_step import DeviceStep
+from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.triton import early
 from lowlat.layers.triton.attention import MAX_SPLITS, MIN_CHUNK, AttentionShape, fold, look
 from lowlat.layers.triton.pin import pinned
@@ -201,31 +201,28 @@ def join_kernel(
     if EARLY:
         wait_for_previous()
         let_next_start()
-    if row < rows:
-        for start in range(0, splits + 1, PARTS):
-            part_p = start + place_p
-            there = part_p <= splits
-            at_p = ((segment * (MOST + 1) + part_p) * KV_HEADS + head // GROUP).to(tl.int64) * BLOCK_M
-            at_p += row * GROUP + head % GROUP
-            best_p = tl.load(sums_ptr + at_p * 2, mask=there, other=float("-inf"))
-            sum_p = tl.load(sums_ptr + at_p * 2 + 1, mask=there, other=0.0)
-            tile = there[:, None] & (place_d < DIM)[None, :]
-            more = tl.load(partial_ptr + at_p[:, None] * DIM + place_d[None, :], mask=tile, other=0.0)
-            # The first part, the row's own, has something for every row.
-            above = tl.maximum(base, tl.max(best_p, axis=0))
-            fade, grow_p = tl.exp2(base - above), tl.exp2(best_p - above)
-            total = total * fade + tl.sum(sum_p * grow_p, axis=0)
-            mixed = mixed * fade + tl.sum(more * grow_p[:, None], axis=0)
-            base = above
-        offset = ((first + row).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
-        tl.store(out_ptr + offset + place_d, (mixed / total).to(out_ptr.dtype.element_ty), mask=place_d < DIM)
+    for start in range(0, tl.where(row < rows, splits + 1, 0), PARTS):
+        part_p = start + place_p
+        there = part_p <= splits
+        at_p = ((segment * (MOST + 1) + part_p) * KV_HEADS + head // GROUP).to(tl.int64) * BLOCK_M
+        at_p += row * GROUP + head % GROUP
+        best_p = tl.load(sums_ptr + at_p * 2, mask=there, other=float("-inf"))
+        sum_p = tl.load(sums_ptr + at_p * 2 + 1, mask=there, other=0.0)
+        tile = there[:, None] & (place_d < DIM)[None, :]
+        more = tl.load(partial_ptr + at_p[:, None] * DIM + place_d[None, :], mask=tile, other=0.0)
+        # The first part, the row's own, has something for every row.
+        above = tl.maximum(base, tl.max(best_p, axis=0))
+        fade, grow_p = tl.exp2(base - above), tl.exp2(best_p - above)
+        total = total * fade + tl.sum(sum_p * grow_p, axis=0)
+        mixed = mixed * fade + tl.sum(more * grow_p[:, None], axis=0)
+        base = above
+    offset = ((first + row).to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + offset + place_d, mixed.to(out_ptr.dtype.element_ty), mask=place_d < DIM)
 
 
-def fits(step: DeviceStep, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether these kernels are for such a step: segments of a few rows, or of one, that see everything before them."""
-    if len(step.segments) != 1:
-        return False
-    batch = step.segments[0]
+def fits(batch: RowSegments, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether these kernels are for such segments: of a few rows, or of one, that see everything before them."""
     few = batch.most_rows == 1 or (batch.tight and batch.most_rows <= MOST_ROWS)
     return few and batch.items is None and heads // kv_heads * batch.most_rows <= _MOST_SCORES and dim <= 128
 
@@ -235,36 +232,40 @@ def row_attend(
     keys_SKD: torch.Tensor,
     values_SKD: torch.Tensor,
     step: DeviceStep,
+    batch: RowSegments,
     tables: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     rule: AttentionRule,
+    out_RX: torch.Tensor,
     *,
     programs: int,
     early_start: bool = False,
-) -> torch.Tensor:
-    """`DeviceOps.rope_attend` of steps that `fits`: [R, N * D] in the type of `qkv_RYD`, float32 or bfloat16.
+) -> None:
+    """`DeviceOps.rope_attend` of those segments of a step, which `fits`; the result goes to their rows of `out_RX`,
+    [R, N * D], in the type of `qkv_RYD`, float32 or bfloat16.
 
-    Rows of padding are neither read nor written. Rows of a segment stand at the last of its tokens, and the step's
+    Rows of padding are not read and give zeros. Rows of a segment stand at the last of its tokens, and the step's
     `write_slots_R` say where their keys and values go; those of a draft's block go nowhere.
     """
-    rows, packed, dim = qkv_RYD.shape
+    _, packed, dim = qkv_RYD.shape
     kv_heads = keys_SKD.shape[1]
     heads = packed - 2 * kv_heads
-    (batch,) = step.segments
     assert qkv_RYD.is_contiguous()
+    assert out_RX.is_contiguous()
     assert keys_SKD.is_contiguous()
     assert values_SKD.is_contiguous()
     group, count, width = heads // kv_heads, len(batch.slots_B), batch.most_rows
     draft = step.block_base >= 0
     block_m = max(16, triton.next_power_of_2(group * width))
     block_d = max(16, triton.next_power_of_2(dim))
-    shape = AttentionShape.of(group, width, dim, qkv_RYD.element_size(), segments=count, tight=True)
+    # Of one segment, however many there are: more stages take no more registers here.
+    shape = AttentionShape.of(group, width, dim, qkv_RYD.element_size(), tight=True)
     block_l = 32 if qkv_RYD.element_size() > 2 else 64
-    most = min(MAX_SPLITS, max(1, -(-programs // kv_heads)))
+    # With the rows' own no more programs than have room at once: a last one that began late would take the longest.
+    most = min(MAX_SPLITS, max(1, programs // kv_heads - 1))
     parts = count * (most + 1) * kv_heads * block_m
     partial = torch.empty(parts * dim, dtype=torch.float32, device=qkv_RYD.device)
     sums = torch.empty(parts * 2, dtype=torch.float32, device=qkv_RYD.device)
-    out_RX = qkv_RYD.new_empty(rows, heads * dim)
     query_norm_D, key_norm_D, eps = norms if norms is not None else (out_RX, out_RX, 0.0)
     scale = (1 / math.sqrt(dim) if rule.scale is None else rule.scale) * math.log2(math.e)
     where = (batch.first_B, batch.rows_B, batch.lengths_B)
@@ -282,4 +283,3 @@ def row_attend(
         partial, sums, *where, out_RX if rule.sinks_N is None else rule.sinks_N, out_RX,
         SINKS=rule.sinks_N is not None, PARTS=_PARTS, num_warps=1, **common,
     )  # fmt: skip
-    return out_RX

@@ -1,0 +1,113 @@
+"""Which kernels an engine's decode steps get, told what each way takes: nothing here runs a kernel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+
+from device_kit import EngineSize, make_runner
+from family_kit import build, save_random
+
+from lowlat.engine import row_kernels
+from lowlat.layers.device_reference import ReferenceOps
+from lowlat.layers.triton_ops import TritonOps
+from lowlat.parallel.group import SingleRank
+from lowlat.parallel.shard import Shard
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_random(folder, "Qwen3", head_dim=16)
+    return make_runner(build(folder), EngineSize(pages=400, max_batch=4), ReferenceOps())[1]
+
+
+class TwoRanks(SingleRank):
+    """This rank, and one that found what it is told."""
+
+    shard = Shard(0, 2)
+
+    def __init__(self, other: list[float]) -> None:
+        self.other = other
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, torch.tensor(self.other)])
+
+
+def chosen(runner, monkeypatch, ratios, *, width=1, ranks=None, result=1.0):
+    """Switches of an engine in which the way with our kernels takes `ratios` of the other, chain by chain."""
+    ops, seen = TritonOps(4), []
+
+    def replayed(chain):
+        seen.append(chain.of)
+        turn = len(seen) - 1
+        ours = turn % 2 == 1
+        return [torch.tensor([result if ours else 1.0])], ratios[turn // 2 % len(ratios)] if ours else 1.0
+
+    monkeypatch.setattr(row_kernels, "_compile", lambda *_: None)
+    monkeypatch.setattr(row_kernels, "_replayed", replayed)
+    where = (runner.kv, 4, width, ranks or SingleRank())
+    row_kernels.choose_row_kernels(runner.model, ops, *where)
+    return {name for name in row_kernels._NAMES if getattr(ops, name)}, seen
+
+
+def test_every_size_of_a_step_is_tried(runner, monkeypatch):
+    _, seen = chosen(runner, monkeypatch, [0.5])
+    # The model has 256 positions, the cache 800 tokens.
+    tried = ["1 x 1 rows behind 255 tokens", "4 x 1 rows behind 199 tokens"]
+    assert seen == [of for of in tried for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "used"),
+    [([0.8, 0.9], True), ([0.8, 1.02], True), ([1.01, 0.5], False), ([0.8, 1.1], False), ([1.1, 1.1], False)],
+)
+def test_used_where_one_request_gains_and_no_size_loses(runner, monkeypatch, ratios, used):
+    names, _ = chosen(runner, monkeypatch, ratios)
+    assert names == ({"one_row_attention"} if used else set())
+
+
+def test_not_used_where_results_differ(runner, monkeypatch):
+    assert chosen(runner, monkeypatch, [0.5], result=1.1)[0] == set()
+    assert chosen(runner, monkeypatch, [0.5], result=float("nan"))[0] == set()
+
+
+def test_several_rows_are_chosen_by_themselves(runner, monkeypatch):
+    assert chosen(runner, monkeypatch, [0.5], width=3)[0] == {"one_row_attention", "row_attention"}
+    assert chosen(runner, monkeypatch, [0.5, 0.5, 2.0, 0.5], width=3)[0] == {"one_row_attention"}
+
+
+def test_ranks_choose_the_same(runner, monkeypatch):
+    both, one = TwoRanks([0.0, 0.0, 1.0, 0.0]), TwoRanks([0.0, 0.0, 0.0, 1.0])
+    assert chosen(runner, monkeypatch, [0.5], ranks=both)[0] == {"one_row_attention"}
+    assert chosen(runner, monkeypatch, [0.5], ranks=one)[0] == set()
+    assert chosen(runner, monkeypatch, [2.0], ranks=both)[0] == set()
+
+
+def test_a_rank_that_fails_still_answers_the_others(runner, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(row_kernels, "attention_chains", broken)
+    assert chosen(runner, monkeypatch, [0.5], ranks=TwoRanks([0.0, 0.0, 1.0, 0.0]))[0] == set()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_what_is_tried_is_a_step(runner, width):
+    """Requests read what was put into the cache for them, and write beside it."""
+    chains = row_kernels.attention_chains(runner.model, runner.kv, 4, width)
+    assert len(chains) > 1
+    for chain in chains:
+        pool = runner.kv.values[-1]
+        before = pool.clone()
+        result, written = chain.run(), chain.written()
+        assert result.isfinite().all()
+        assert written.isfinite().all()
+        changed = (before != pool).flatten(1).any(1) & before.isfinite().flatten(1).all(1)
+        assert int(changed.sum()) == result.shape[1], "another row than the new ones was written"
