@@ -36,9 +36,17 @@ def test_the_defaults_pass():
         ({"replay_tail": -1}, "--replay-tail -1: use 0 or more"),
         ({"session_budget": 1.5}, "--session-budget 1.5: use a part of the KV cache, 0 to 1"),
         ({"session_ttl": 10.0, "session_ttl_max": 5.0}, "--session-ttl 10: use more than 0 and at most"),
+        ({"spec": "dspak"}, "--spec dspak is not known; known: off, ngram, draft, draft-model, dflash"),
+        ({"spec_width": 4}, "--spec-width 4 needs guesses: add --spec ngram or another"),
+        ({"spec_simulate_acceptance": 2.5}, "--spec-simulate-acceptance 2.5 needs guesses: add --spec ngram"),
+        ({"spec": "ngram", "spec_width": 17}, "--spec-width 17: use 2 to 16, or auto"),
+        ({"draft": "folder"}, "--draft folder: --spec off has no use for it"),
+        ({"spec": "dspark"}, "--spec dspark needs --draft PATH: a folder that lowlat train-draft wrote"),
+        ({"spec": "draft-model"}, "--spec draft-model needs --draft PATH: a model folder or file"),
+        ({"spec": "dspark", "draft": "no-such-draft"}, "--draft: no-such-draft is no draft: "),
     ],
 )
-def test_a_number_out_of_its_bounds_is_named_before_a_model_is_looked_for(settings, said):
+def test_a_setting_that_cannot_be_is_named_before_a_model_is_looked_for(settings, said):
     with pytest.raises(SetupError) as refused:
         Engine(model="no-such-model", **settings)
     assert str(refused.value).startswith(said)

@@ -190,6 +190,6 @@ def test_sessions_in_python(folder: Path):
         (ResponsesRequest, responses_requests.to_chat, {"input": "x"}),
     ],
 )
-def test_other_forms_of_a_chat_carry_the_session(form: Any, to_chat: Any, fields: dict[str, Any]):
-    chat = to_chat(msgspec.convert(fields | {"session_id": "a", "session_ttl": 5.0}, form))
-    assert (chat.session_id, chat.session_ttl) == ("a", 5.0)
+def test_other_forms_of_a_chat_carry_the_session_and_whether_to_guess(form: Any, to_chat: Any, fields: dict[str, Any]):
+    chat = to_chat(msgspec.convert(fields | {"session_id": "a", "session_ttl": 5.0, "speculate": False}, form))
+    assert (chat.session_id, chat.session_ttl, chat.speculate) == ("a", 5.0, False)

@@ -115,6 +115,8 @@ def test_files_hold_a_draft_as_it_is_or_in_a_quarter(tmp_path: Path, kind: str):
         ({"head_dim": "x"}, "head_dim"),
         ({"dflash_config": {"target_layer_ids": [9]}}, "target_layer_ids"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"sliding_window": -1}, "sliding_window is below 0"),
+        ({"architectures": 5}, "architectures must be a list"),
     ],
 )
 def test_a_config_that_is_none_is_refused(change: dict, message: str):
@@ -122,6 +124,8 @@ def test_a_config_that_is_none_is_refused(change: dict, message: str):
     inner = data["dflash_config"] | change.pop("dflash_config", {})
     with pytest.raises(DraftFileError, match=message):
         from_json(data | {"dflash_config": inner} | change)
+    with pytest.raises(DraftFileError, match="dflash_config an object"):
+        from_json(data | {"dflash_config": [inner]})
     assert from_json(data) == draft_config("dspark")
 
 

@@ -121,6 +121,9 @@ def test_a_draft_guesses_the_same_after_a_prefix_hit(target: Path, options: dict
         ({"spec": "dflash", "draft": "nowhere"}, "is no draft: .*train-draft"),
         ({"spec": "dflash", "draft": "narrow"}, "hidden_size 32, the model's is 64"),
         ({"spec": "dflash", "draft": "torn"}, "do not fit: .*norm"),
+        ({"spec": "dflash", "draft": "strange"}, "draft_tokens are not tokens of the vocabulary"),
+        ({"spec": "dflash", "draft": "dflash", "spec_simulate_acceptance": 5.5}, "choose a number between$"),
+        ({"spec": "ngram", "spec_simulate_acceptance": 9.0}, "1 to 8 tokens; .*, or a --spec-width of up to 16$"),
         ({"spec": "draft-model", "draft": "other"}, "has 90 tokens and .* 101"),
         ({"spec": "draft-model", "draft": "short"}, "use --max-context 64 or less"),
     ],
@@ -129,6 +132,10 @@ def test_drafts_that_do_not_fit_are_refused(target: Path, options: dict, tmp_pat
     name = settings.get("draft", "")
     if name == "narrow":
         random_draft(tmp_path / name, "dflash", hidden_size=32)
+    if name == "strange":
+        config = draft_config("dflash", draft_vocab_size=60)
+        tokens = {"draft_tokens": torch.arange(60) + VOCABULARY - 59}
+        save_draft(tmp_path / name, config, random_network(config, 0).state_dict() | tokens)
     if name == "torn":
         config = draft_config("dflash")
         weights = random_network(config, 0).state_dict()

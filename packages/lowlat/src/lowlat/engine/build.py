@@ -18,7 +18,7 @@ from lowlat.cache.snapshots import Snapshots
 from lowlat.cache.windows import WindowPages
 from lowlat.engine.batch import GREEDY, PlanLimits, PrefillChunk, StepPlan
 from lowlat.engine.config import EngineConfig
-from lowlat.engine.config_checks import check_numbers, context_of, rules_of
+from lowlat.engine.config_checks import check_guesses, check_numbers, context_of, rules_of
 from lowlat.engine.core import EngineCore
 from lowlat.engine.device_build import device_runner, prepare, use_kernels
 from lowlat.engine.device_executor import DeviceExecutor
@@ -87,6 +87,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
         SetupError, CheckpointError, UnsupportedModelError: the configuration or the model cannot be used.
     """
     check_numbers(config)
+    check_guesses(config)
     # The last rank's, so that too few GPUs are noticed here; and ranks must not each find out what `auto` means.
     device = _platform(config, config.tensor_parallel - 1).device.type
     config = msgspec.structs.replace(config, device=device)

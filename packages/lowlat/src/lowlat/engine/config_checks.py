@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lowlat.cache.rules import PrefillRules
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.setup_error import SetupError
 from lowlat.models.base import Model, prefill_rules
 from lowlat.models.loading.checkpoint import Checkpoint
+from lowlat.speculative.draft_files import ARCHITECTURES, DraftFileError, load_config, shipped_draft
 
 _LEAST = {
     "tensor_parallel": 1,
@@ -19,6 +22,9 @@ _LEAST = {
     "replay_prefix": 0,
 }
 """The smallest value of each; where None is allowed, it means a choice of the engine's."""
+_PROPOSERS = ("off", "ngram", "draft", "draft-model", *ARCHITECTURES)
+MOST_WIDTH = 16
+"""Rows of a request in a step that checks guesses."""
 
 
 def check_numbers(config: EngineConfig) -> None:
@@ -34,6 +40,40 @@ def check_numbers(config: EngineConfig) -> None:
             f"--session-ttl {config.session_ttl:g}: use more than 0 and at most --session-ttl-max, "
             f"which is {config.session_ttl_max:g}"
         )
+
+
+def check_guesses(config: EngineConfig) -> None:
+    """What can be told of guesses without a model. Raises `SetupError`."""
+    if config.spec not in _PROPOSERS:
+        raise SetupError(f"--spec {config.spec} is not known; known: {', '.join(_PROPOSERS)}")
+    width, simulated = config.spec_width, config.spec_simulate_acceptance
+    if config.spec == "off":
+        for flag, value in (("--spec-width", width), ("--spec-simulate-acceptance", simulated)):
+            if value is not None:
+                raise SetupError(f"{flag} {value:g} needs guesses: add --spec ngram or another, or leave it out")
+    if width is not None and not 2 <= width <= MOST_WIDTH:
+        raise SetupError(f"--spec-width {width}: use 2 to {MOST_WIDTH}, or auto")
+    path = draft_path(config)
+    if path is not None and config.spec in ARCHITECTURES:
+        try:
+            kind = load_config(Path(path)).kind
+        except DraftFileError as error:
+            raise SetupError(f"--draft: {error}") from error
+        if kind != config.spec:
+            raise SetupError(f"--draft: {path} is a {kind} draft: use --spec {kind}")
+
+
+def draft_path(config: EngineConfig) -> str | None:
+    """Where the draft is that the configuration asks for; None: it asks for none. Raises `SetupError`."""
+    if config.spec != "draft-model" and config.spec not in ARCHITECTURES:
+        if config.draft is not None:
+            raise SetupError(f"--draft {config.draft}: --spec {config.spec} has no use for it; leave it out")
+        return None
+    path = config.draft or shipped_draft(config.model, config.spec)
+    if path is None:
+        what = "a model folder or file" if config.spec == "draft-model" else "a folder that lowlat train-draft wrote"
+        raise SetupError(f"--spec {config.spec} needs --draft PATH: {what}")
+    return path
 
 
 def context_of(config: EngineConfig, checkpoint: Checkpoint) -> int:

@@ -13,6 +13,7 @@ import torch
 from lowlat.cache.groups import bytes_per_token, whole
 from lowlat.cache.layout import KVLayout, KVPool
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.config_checks import draft_path
 from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.host_drawing import token_keys
 from lowlat.engine.runner import ModelRunner
@@ -32,7 +33,7 @@ from lowlat.speculative import int8_linear
 from lowlat.speculative.derived_tokens import with_table
 from lowlat.speculative.device_draft import SHARPNESS, BlockDraft, DeviceDraft, SmallModelDraft
 from lowlat.speculative.dflash import BlockProposer, draft_layout
-from lowlat.speculative.draft_files import ARCHITECTURES, DraftConfig, DraftFileError, load_draft, shipped_draft
+from lowlat.speculative.draft_files import DraftConfig, DraftFileError, load_draft
 from lowlat.speculative.draft_model import ModelProposer
 from lowlat.speculative.draft_network import DraftNetwork
 from lowlat.speculative.packed_network import PackedNetwork
@@ -60,20 +61,14 @@ class Draft(Protocol):
 
 def open_draft(config: EngineConfig, checkpoint: Checkpoint, model: Model, build: BuildContext) -> Draft | None:
     """The draft that `config` names; None where none is needed. Raises `SetupError`."""
-    needs = config.spec == "draft-model" or config.spec in ARCHITECTURES
-    if not needs:
-        if config.draft is not None:
-            raise SetupError(f"--draft {config.draft}: --spec {config.spec} has no use for it; leave it out")
-        return None
-    path = config.draft or shipped_draft(config.model, config.spec)
+    path = draft_path(config)
     if path is None:
-        what = "a model folder or file" if config.spec == "draft-model" else "a folder that lowlat train-draft wrote"
-        raise SetupError(f"--spec {config.spec} needs --draft PATH: {what}")
+        return None
     if config.spec == "draft-model":
         return _SmallModel(path, checkpoint, build)
     if not isinstance(model, Decoder):
         raise SetupError(f"--spec {config.spec} needs a dense decoder; {config.model} is none: use --spec ngram")
-    return _TrainedDraft(config.spec, path, checkpoint, model, build)
+    return _TrainedDraft(path, checkpoint, model, build)
 
 
 def _choose(runner: ModelRunner, tokens_V: torch.Tensor | None = None, sharpness: float = 1.0) -> Choose:
@@ -129,11 +124,9 @@ def _embedded(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 class _TrainedDraft:
     """A DFlash, DFlash 2 or DSpark draft of this model."""
 
-    def __init__(self, kind: str, path: str, checkpoint: Checkpoint, model: Decoder, build: BuildContext) -> None:
+    def __init__(self, path: str, checkpoint: Checkpoint, model: Decoder, build: BuildContext) -> None:
         try:
             config, weights = load_draft(Path(path))
-            if config.kind != kind:
-                raise DraftFileError(f"{path} is a {config.kind} draft: use --spec {config.kind}")
             _check_target(config, model)
             self._positions = build.max_context + config.block_size
             self._network = DraftNetwork(config, self._positions)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lowlat.engine.config import EngineConfig
+from lowlat.engine.config_checks import MOST_WIDTH
 from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.device_speculation import DeviceSpeculation
 from lowlat.engine.device_state import to_device
@@ -24,37 +25,31 @@ from lowlat.speculative.own_draft import OwnDraft
 from lowlat.speculative.proposer import Proposer
 from lowlat.speculative.step_times import StepTimes, rows_to_measure
 
-_KNOWN = ("off", "ngram", "draft", "draft-model", "dflash", "dflash2", "dspark")
 _AUTO_WIDTH = 8
-_MOST_WIDTH = 16
 _MOST_MEASURED = 64
 
 
 def spec_width(config: EngineConfig, model: Model, draft: Draft | None) -> int:
     """Most rows that a request may have in a decode step. Raises `SetupError`."""
-    if config.spec not in _KNOWN:
-        raise SetupError(f"speculation {config.spec!r} is not known; known: {', '.join(_KNOWN)}")
-    simulated = config.spec_simulate_acceptance
     if config.spec == "off":
-        if simulated is not None:
-            raise SetupError("--spec-simulate-acceptance needs guesses: add --spec ngram or another")
         return 1
-    width = config.spec_width or _AUTO_WIDTH
-    if not 2 <= width <= _MOST_WIDTH:
-        raise SetupError(f"a speculative step of {width} rows a request: use 2 to {_MOST_WIDTH}, or auto")
+    most = MOST_WIDTH
     if config.spec == "draft":
         block = model.draft_block if isinstance(model, DraftingModel) else 0
         if not block:
             raise SetupError(
                 f"{config.model} has no draft of its own; use --spec ngram, off, or one that takes --draft"
             )
-        width = min(width, 1 + block)
+        most = min(most, 1 + block)
     elif draft is not None:
-        width = min(width, 1 + draft.proposals)
+        most = min(most, 1 + draft.proposals)
+    width = min(config.spec_width or _AUTO_WIDTH, most)
+    simulated = config.spec_simulate_acceptance
     if simulated is not None and not 1 <= simulated <= width:
+        wider = f", or a --spec-width of up to {most}" if width < most else ""
         raise SetupError(
             f"--spec-simulate-acceptance {simulated:g}: a step of {width} rows brings 1 to {width} tokens; "
-            "choose a number between, or a larger --spec-width"
+            f"choose a number between{wider}"
         )
     return width
 

@@ -129,6 +129,7 @@ class MessagesRequest(ChatPart, kw_only=True):
     cache_salt: CacheSalt | None = None
     session_id: RequestId | None = None
     session_ttl: SessionTtl | None = None
+    speculate: bool | None = None
     metadata: Annotated[Any, IGNORED] = None
     service_tier: Annotated[Any, IGNORED] = None
     inference_geo: Annotated[Any, IGNORED] = None
@@ -149,7 +150,7 @@ def to_chat(body: MessagesRequest) -> ChatRequest:
     chat.max_completion_tokens = body.max_tokens
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     chat.stop = body.stop_sequences
-    chat.stream = body.stream
+    chat.stream, chat.speculate = body.stream, body.speculate
     chat.seed, chat.priority, chat.cache_salt = body.seed, body.priority, body.cache_salt
     chat.request_id, chat.session_id, chat.session_ttl = body.request_id, body.session_id, body.session_ttl
     return chat

@@ -128,6 +128,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     cache_salt: CacheSalt | None = None
     session_id: RequestId | None = None
     session_ttl: SessionTtl | None = None
+    speculate: bool | None = None
     chat_template_kwargs: Annotated[dict[TemplateKey, Any], Meta(max_length=32)] | None = None
 
     store: bool | None = None
@@ -196,6 +197,7 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
         cache_salt=body.cache_salt,
         session_id=body.session_id,
         session_ttl=body.session_ttl,
+        speculate=body.speculate,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         response_format=_response_format(body.text.format if body.text is not None else None),

@@ -79,6 +79,8 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             faults.append(f"{heads} query heads are not a multiple of {kv_heads} key-value heads")
+        if self.sliding_window < 0:
+            faults.append("sliding_window is below 0")
         if self.head_dim % 2:
             faults.append("head_dim is odd")
         if self.proposals < 1 or self.block_size > 64:
@@ -129,13 +131,15 @@ def to_json(config: DraftConfig) -> dict[str, Any]:
 
 def from_json(data: dict[str, Any]) -> DraftConfig:
     """Raises `DraftFileError`."""
-    names = data.get("architectures") or []
+    names, inner = data.get("architectures") or [], data.get("dflash_config") or {}
+    if not isinstance(names, list) or not isinstance(inner, dict):
+        raise DraftFileError("the draft's config.json: architectures must be a list and dflash_config an object")
     kinds = [kind for kind, name in ARCHITECTURES.items() if name in names]
     if not kinds:
         known = ", ".join(ARCHITECTURES.values())
         raise DraftFileError(f"architecture {', '.join(map(str, names)) or '(none)'} is no draft; known: {known}")
     fields = {name: data[name] for name in _PLAIN if data.get(name) is not None}
-    fields |= {name: value for name, value in (data.get("dflash_config") or {}).items() if value is not None}
+    fields |= {name: value for name, value in inner.items() if value is not None}
     known_fields = {name: value for name, value in fields.items() if name in DraftConfig.__struct_fields__}
     try:
         config = msgspec.convert({"kind": kinds[0], **known_fields}, DraftConfig)
@@ -165,18 +169,31 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, torch.Tenso
     (folder / "config.json").write_text(json.dumps(to_json(config), indent=1) + "\n", encoding="utf-8")
 
 
-def load_draft(folder: Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
-    """A draft's configuration and float32 weights. Raises `DraftFileError`."""
+def load_config(folder: Path) -> DraftConfig:
+    """A draft's configuration alone. Raises `DraftFileError`."""
     try:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        stored = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DraftFileError(
-            f"{folder} is no draft: {error}; give a folder with config.json and model.safetensors, as "
-            "lowlat train-draft writes it"
-        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_draft(folder, error) from None
     if not isinstance(data, dict):
         raise DraftFileError(f"{folder}/config.json does not hold an object")
+    return from_json(data)
+
+
+def _no_draft(folder: Path, error: Exception) -> DraftFileError:
+    return DraftFileError(
+        f"{folder} is no draft: {error}; give a folder with config.json and model.safetensors, as lowlat train-draft "
+        "writes it"
+    )
+
+
+def load_draft(folder: Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
+    """A draft's configuration and float32 weights. Raises `DraftFileError`."""
+    config = load_config(folder)
+    try:
+        stored = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _no_draft(folder, error) from None
     weights = {}
     for name, weight in stored.items():
         if name.endswith(("_scale", "_columns")):
@@ -188,7 +205,10 @@ def load_draft(folder: Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
         weights[name] = weight.float() if scale is None else weight.float() * scale.float()[:, None]
         if f"{name}_columns" in stored:
             weights[name] *= stored[f"{name}_columns"].float()
-    return from_json(data), weights
+    known = weights["draft_tokens"].flatten().tolist() if "draft_tokens" in weights else []
+    if known != sorted(set(known)) or (known and not 0 <= known[0] <= known[-1] < config.vocab_size):
+        raise DraftFileError(f"{folder}: draft_tokens are not tokens of the vocabulary in rising order")
+    return config, weights
 
 
 def load_factors(folder: Path) -> torch.Tensor:
