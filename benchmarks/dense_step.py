@@ -141,9 +141,9 @@ def main() -> None:
             for stamps in (0, 16) if args.stamps else (0,):
                 plan = plans.DensePlan(
                     shape,
-                    int(ring) * 1024,
-                    units,
-                    ahead,
+                    ring_limit=int(ring) * 1024,
+                    units=units,
+                    ahead=ahead,
                     stamps=stamps,
                     copies=copies,
                     idle_ns=idle,
@@ -153,8 +153,9 @@ def main() -> None:
                 base = DenseStep(plan, weights, rotary)
                 label = f"{name} ring {ring} units {units} ahead {ahead} copies {copies} "
                 label += f"idle {idle} paced {paced}"
+                attributes = [function.attributes() for function in base.functions]
                 if stamps == 0:
-                    print(f"== {label}: built in {time.time() - start:.1f} s {base.function.attributes()}", flush=True)
+                    print(f"== {label}: built in {time.time() - start:.1f} s {attributes}", flush=True)
                 if not args.no_check and stamps == 0:
                     cases = [[[1023]], [[0]], [[5], [700, 701, 702], [63]], [[i * 101] for i in range(8)]]
                     for i, positions in enumerate(cases):

@@ -3,9 +3,9 @@
     python benchmarks/dense_step_arms.py --out result.json --commit $(git rev-parse HEAD)
     python benchmarks/dense_step_arms.py --forms --out forms.json --commit $(git rev-parse HEAD)
 
-With --forms the arms are forms of the kernel that its plan can choose, at 1, 2, 4 and 8 rows, and at the end it says
-which was the fastest where. Needs one Hopper GPU. The file is written again after every arm, so that an interrupted run
-keeps what it has.
+With --forms the arms are forms of the kernels that their plans can choose, of one row and of 2, 4 and 8, and at the end
+it says which was the fastest where. Needs one Hopper GPU. The file is written again after every arm, so that an
+interrupted run keeps what it has.
 """
 
 from __future__ import annotations
@@ -40,36 +40,60 @@ from lowlat_nvidia.dense import reference
 from lowlat_nvidia.dense.cases import make_case, one_row
 from lowlat_nvidia.dense.pack import DenseWeights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
-from lowlat_nvidia.dense.step import DenseStep, StepTensors
+from lowlat_nvidia.dense.step import DenseStep, StepTensors, load_kernels
 from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
-SEVERAL: tuple[dict[str, Any], ...] = (
-    {"streamed": True},
-    {"streamed": True, "eager": True},
-    {"units_wait": 1},
-    {"units_wait": 2},
-    {"units_under_way": 1},
-    {"release_early": True},
-    {"ahead": 24, "ahead_cycles": 4000},
-    {"streamed": True, "eager": True, "units_wait": 1},
-    {"streamed": True, "eager": True, "units_under_way": 1},
-    {"streamed": True, "eager": True, "ahead": 24, "ahead_cycles": 4000},
-)
-FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+JOINT: dict[str, Any] = {"one_row": None}
+"""One kernel for all steps, as it was until 989b57a."""
+RING = {"ring_limit": 128 * 1024}
+FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-0.6b": (
-        *SEVERAL,
-        {"streamed": True, "under_way": 3},
-        {"streamed": True, "under_way": 6},
-        {"streamed": True, "eager": True, "units": 16},
-        {"streamed": True, "eager": True, "units": 16, "under_way": 2},
+        JOINT,
+        {"under_way": 3},
+        {"under_way": 5},
+        {**RING},
+        {**RING, "under_way": 5},
+        {**RING, "under_way": 6},
+        {"early": False},
+        {"release_early": True},
     ),
     "llama-1b": (
-        *SEVERAL,
-        {"streamed": True, "eager": True, "release_early": True},
-        {"ahead": 16, "ahead_cycles": 8000},
+        JOINT,
+        {"units": 8},
+        {**RING, "units": 8},
+        {**RING, "units": 8, "under_way": 3},
+        {"weights_ahead": 2},
+        {"weights_ahead": 4},
+        {"release_early": True},
+        {"early": True},
     ),
-    "qwen3-8b": (*SEVERAL, {"ahead": 16}, {"ahead": 64}, {"ahead": 64, "ahead_cycles": 4000}),
+    "qwen3-8b": (
+        JOINT,
+        {"weights_ahead": 1},
+        {"weights_ahead": 2},
+        {"weights_ahead": 4},
+        {"release_early": True},
+        {"early": True},
+    ),
+}
+FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
+    "qwen3-0.6b": (
+        JOINT,
+        {"under_way": 4},
+        {"under_way": 7},
+        {"release_early": True},
+        {"units_under_way": 1},
+        {"early": False},
+    ),
+    "llama-1b": (JOINT, {"streamed": False}, {"release_early": True}, {"units_under_way": 1}),
+    "qwen3-8b": (
+        JOINT,
+        {"streamed": False, "release_early": True},
+        {"release_early": True},
+        {"units_under_way": 1},
+        {"ahead": 24},
+    ),
 }
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""
 
@@ -116,24 +140,24 @@ def sample(arms: dict[str, Arm], rounds: int, warm_seconds: float = 0.3) -> dict
 
 
 def with_plan(built: DenseStep, plan: plans.DensePlan) -> DenseStep:
-    """Another kernel on the same packed weights and buffers."""
+    """Another kernel, for all steps that are asked of it, on the same packed weights and buffers."""
     if plan.page_fragments != built.plan.page_fragments:
         raise ValueError(f"{plan} wants weights in pages of {plan.page_fragments} fragments; they are packed otherwise")
     other = copy.copy(built)
     other.plan = plan
-    other.function = Function(compile_cubin("dense_step.cu", plan.definitions())[0], "dense_step", plan.shared_bytes())
+    other.functions = load_kernels([plan])[0] * 2
     return other
 
 
-def forms_of(built: DenseStep, choices: Sequence[dict[str, Any]]) -> dict[str, DenseStep]:
-    """The default, and a kernel for each choice of options; all are compiled side by side."""
-    made = {"lowlat-nvidia": built.plan}
+def forms_of(built: DenseStep, choices: Sequence[dict[str, Any]], rows: int) -> dict[str, DenseStep]:
+    """The default, and a kernel for so many rows for each choice of options; all are compiled side by side."""
+    made = {}
     for options in choices:
         label = ", ".join(["lowlat-nvidia", *(f"{key} {value}" for key, value in options.items())])
-        made[label] = dataclasses.replace(built.plan, **options)
+        made[label] = dataclasses.replace(built.plan.kernel(rows), **options)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda plan: compile_cubin("dense_step.cu", plan.definitions()), made.values()))
-    return {label: built if plan is built.plan else with_plan(built, plan) for label, plan in made.items()}
+    return {"lowlat-nvidia": built, **{label: with_plan(built, plan) for label, plan in made.items()}}
 
 
 def check_forms(builds: dict[str, DenseStep], inputs: StepTensors) -> None:
@@ -266,13 +290,15 @@ def fastest(times: dict[str, list[float]]) -> str:
 
 def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
     """All forms at 1, 2, 4 and 8 rows of context 1,024, compared bit for bit first; what was fastest at each."""
-    shape, builds, verdicts = built.plan.shape, forms_of(built, FORMS[name]), []
-    one = 0.0
+    shape, verdicts, one = built.plan.shape, [], 0.0
+    of_one, of_several = forms_of(built, FORMS_OF_ONE[name], 1), forms_of(built, FORMS_OF_SEVERAL[name], 8)
     for rows in (1, 2, 4, 8):
+        builds = of_one if rows == 1 else of_several
         inputs, pools = make_case(shape, [[1023]] * rows, 16, 3)
         for other in builds.values():
             other.bind(pools, 16)
         check_forms(builds, inputs)
+        check_rows(built, inputs)
         arms: dict[str, Arm] = {
             label: lambda other=other, inputs=inputs: other.run(inputs)  # type: ignore[misc]
             for label, other in builds.items()
@@ -288,10 +314,6 @@ def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
     return verdicts
 
 
-def say(workload: str, arm: str, rows: int, context: int, size: int, values: list[float]) -> None:
-    print(f"{workload} {arm} rows {rows} context {context}: {sorted(values)[len(values) // 2]:.1f} us", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -299,9 +321,6 @@ def main() -> None:
     parser.add_argument("--tree", default="")
     parser.add_argument("--models", default="qwen3-0.6b,llama-1b,qwen3-8b")
     parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile arm out")
-    parser.add_argument(
-        "--also", type=json.loads, default={}, help="models' lists of plan options to compare, JSON; not written down"
-    )
     parser.add_argument("--forms", action="store_true", help="time forms of the kernel; say which is fastest")
     parser.add_argument("--seconds", type=float, default=1e9, help="compile nothing more after this long")
     args = parser.parse_args()
@@ -326,13 +345,9 @@ def main() -> None:
             torch.cuda.empty_cache()
             continue
         inputs, pools = make_case(shape, [[1023]], 16, 3)
-        builds = forms_of(built, args.also.get(name, []))
-        for other in builds.values():
-            other.bind(pools, 16)
+        built.bind(pools, 16)
         step, token = torch_step(shape, weights, 1024)
-        arms: dict[str, Arm] = {
-            label: lambda built=other, inputs=inputs: built.run(inputs) for label, other in builds.items()
-        }
+        arms: dict[str, Arm] = {"lowlat-nvidia": lambda built=built, inputs=inputs: built.run(inputs)}  # type: ignore[misc]
         with torch.no_grad():
             arms["torch-eager-graph"] = in_graph(lambda step=step, token=token: step(token))
             if not args.no_compile and time.time() - begin < args.seconds:
@@ -344,23 +359,22 @@ def main() -> None:
         built.check()
         size = shape.weight_bytes() + shape.kv_bytes(1024)
         for arm, values in times.items():
-            (say if arm in builds and arm != "lowlat-nvidia" else report.add)(name, arm, 1, 1024, size, values)
+            report.add(name, arm, 1, 1024, size, values)
         note = "computed: bytes over the read ceiling of this run"
         report.add(name, "read-floor", 1, 1024, size, [size / report.ceiling * 1e6], note)
         for rows, context in ((2, 1024), (4, 1024), (8, 1024), (1, 32_768), (1, 131_072)):
             del inputs, pools
             inputs, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
-            for other in builds.values():
-                other.bind(pools, 16)
+            built.bind(pools, 16)
             if rows == 8:
                 check_rows(built, inputs)
-            arms = {label: lambda built=other, inputs=inputs: built.run(inputs) for label, other in builds.items()}
+            arms = {"lowlat-nvidia": lambda built=built, inputs=inputs: built.run(inputs)}  # type: ignore[misc]
             times = sample(arms, 30 if context < 10_000 else 12, 0.1)
             built.check()
             size = shape.weight_bytes() + rows * shape.kv_bytes(context)
             for arm, values in times.items():
-                (report.add if arm == "lowlat-nvidia" else say)(name, arm, rows, context, size, values)
-        del arms, built, builds, other, weights, step, inputs, pools
+                report.add(name, arm, rows, context, size, values)
+        del arms, built, weights, step, inputs, pools
         torch.compiler.reset()
         torch.cuda.empty_cache()
     print("\n".join(verdicts))

@@ -25,10 +25,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_forms_are_other_kernels_on_the_same_weights(script: ModuleType) -> None:
-    assert script.FORMS.keys() == plans.PRESETS.keys()
-    for name, choices in script.FORMS.items():
-        default = plans.DensePlan(plans.PRESETS[name])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_forms_are_other_kernels_on_the_same_weights(script: ModuleType, rows: int) -> None:
+    forms = script.FORMS_OF_ONE if rows == 1 else script.FORMS_OF_SEVERAL
+    assert forms.keys() == plans.PRESETS.keys()
+    for name, choices in forms.items():
+        default = plans.DensePlan(plans.PRESETS[name]).kernel(rows)
         made = [dataclasses.replace(default, **options) for options in choices]
         assert all(plan.page_fragments == default.page_fragments for plan in made)
         assert all(plan.shared_bytes() <= plans.SHARED_LIMIT for plan in made)

@@ -31,8 +31,8 @@ SHAPES = {
 }
 FORMS = {
     **{name: (name, {}) for name in SHAPES},
-    "query norms, streamed": ("heads of 128, query norms", {"streamed": True, "eager": True, "units_wait": 1}),
-    "wide, streamed": ("wide", {"streamed": True, "units_under_way": 1}),
+    "wide, early": ("wide", {"streamed": False, "release_early": True}),
+    "wide, streamed and early": ("wide", {"release_early": True, "units_under_way": 1}),
 }
 """Shapes, and options of their plans."""
 CASES = {
@@ -69,7 +69,7 @@ def built(request: pytest.FixtureRequest) -> Iterator[tuple[AloneSteps, object]]
     rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 2000, "cuda")
     step = DenseStep(plans.DensePlan(shape, alone=True, **options), weights, rotary)
     yield AloneSteps(step), weights
-    step.function.close()
+    step.close()
 
 
 @pytest.mark.parametrize("case", CASES)

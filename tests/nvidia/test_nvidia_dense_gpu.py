@@ -47,7 +47,7 @@ def built(request: pytest.FixtureRequest) -> Iterator[tuple[DenseStep, object]]:
         plans.DensePlan(shape), weights, rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 40_001, "cuda")
     )
     yield step, weights
-    step.function.close()
+    step.close()
 
 
 def run(step: DenseStep, inputs: StepTensors, pools: list, page_size: int) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_a_missed_deadline_is_an_error_and_the_context_lives(built: tuple) -> No
     try:
         parameters = step.parameters(inputs)
         # One block is missing: the others wait in vain for what it would have published.
-        step.function.launch(plans.BLOCKS - 1, THREADS, parameters, torch.cuda.current_stream().cuda_stream)
+        step.function(1).launch(plans.BLOCKS - 1, THREADS, parameters, torch.cuda.current_stream().cuda_stream)
         with pytest.raises(StepDeadlineError, match=r"block \d+ gave up waiting for the input of stage '\w"):
             step.check()
     finally:

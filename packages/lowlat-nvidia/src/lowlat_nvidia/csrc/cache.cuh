@@ -32,7 +32,7 @@ DEV void advance(const Params& p, const Shared& s, Cursor& at, int units, int en
   at.index += units;
   while (at.unit >= at.units && at.layer < end) {
     at.unit -= at.units;
-    if (++at.row == p.rows) { at.row = 0; at.layer++; }
+    if (++at.row == rows_of(p)) { at.row = 0; at.layer++; }
     enter_row(p, s, at);
   }
   const int token = at.begin + at.unit * UNIT_TOKENS + lane;
@@ -92,46 +92,41 @@ DEV void prefetch_unit(const Params& p, const Shared& s, const Cursor& at, int l
   if (!together(p, where, first, lane) || lane >= 2) return;
   prefetch_tensor(p.maps + (at.layer * 2 + lane) * TENSOR_MAP, first, head);
 }
-// Whether the unit that this copying warp asked for UNITS_UNDER_WAY units ago is there.
+// Whether the unit that this copying warp asked for UNITS_UNDER_WAY units ago is there. Of two rows: with one there is little
+// to wait for, and more are late anyway.
 DEV bool few_under_way(Shared& s, int rows, u32 index, int warp) {
   constexpr u32 BEFORE = COPY_WARPS * UNITS_UNDER_WAY;
   static_assert(BEFORE <= UNITS, "a place that has been filled again tells nothing");
-  if (UNITS_UNDER_WAY == 0 || rows == 1 || index < warp + BEFORE) return true;
+  if (UNITS_UNDER_WAY == 0 || rows != 2 || index < warp + BEFORE) return true;
   const u32 before = index - BEFORE;
   return __all_sync(~0u, barrier_test(shared_address(&s.unit_full[before % UNITS]), before / UNITS & 1));
 }
 // What a copying warp does: every fourth unit, as its place in the ring becomes empty.
 DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
-  const int layer_units = s.control.first_unit[p.rows], end = runs(p, 2) && layer_units ? end_layer(p) : 0;
+  const int rows = rows_of(p), layer_units = s.control.first_unit[rows], end = runs(p, 2) && layer_units ? end_layer(p) : 0;
   // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
   // other block is waited for. They are two layers ahead. (Where the ring holds no two layers, waiting costs more than it saves.)
-  // Of several rows a layer's copies may wait for the layer before (UNITS_WAIT); see where `progress` is counted.
-  const int lead = PACED && !PLAIN_COPIES && p.rows == 1 && 2 * layer_units <= UNITS ? 2 : UNITS_WAIT && p.rows > 1 ? 1 : LAYERS + 2;
+  const int lead = PACED && !PLAIN_COPIES && rows == 1 && 2 * layer_units <= UNITS ? 2 : LAYERS + 2;
   const bool short_rows = AHEAD > 0 && layer_units <= AHEAD + UNITS;
   const u64 policy = read_once_policy();
   Cursor at = {first_layer(p), 0, 0, 0};
   enter_row(p, s, at);
   advance(p, s, at, warp, end, lane);
   Cursor next = at;  // the next unit to bring into the L2
-  long long since = clock_now(), prefetched = 0;
+  long long since = clock_now();
 #pragma unroll 1
   while (at.layer < end) {
     const u32 empty = shared_address(&s.unit_empty[at.index % UNITS]), phase = (at.index / UNITS & 1) ^ 1;
     if (__all_sync(~0u, s.progress > at.layer - lead) && __all_sync(~0u, barrier_test(empty, phase)) &&
-        few_under_way(s, p.rows, at.index, warp)) {
+        few_under_way(s, rows, at.index, warp)) {
       copy_unit(p, s, units, at, lane, policy);
       advance(p, s, at, COPY_WARPS, end, lane);
       since = clock_now();
       continue;
     }
-    if (short_rows && next.layer < end && next.index < at.index + AHEAD && __all_sync(~0u, s.progress > next.layer - lead) &&
-        (!AHEAD_CYCLES || __all_sync(~0u, clock_now() - prefetched > AHEAD_CYCLES))) {
-      if (next.index <= at.index) {
-        next = at;
-      } else {
-        prefetch_unit(p, s, next, lane);
-        if (AHEAD_CYCLES) prefetched = clock_now();
-      }
+    if (short_rows && next.layer < end && next.index < at.index + AHEAD && __all_sync(~0u, s.progress > next.layer - lead)) {
+      if (next.index <= at.index) next = at;
+      else prefetch_unit(p, s, next, lane);
       advance(p, s, next, COPY_WARPS, end, lane);
       continue;
     }

@@ -67,9 +67,6 @@ DEV void project_back(Context& c, Stream& f, int from, int to, int to_square, in
   const int row = c.thread / BLOCK_HIDDEN, n = c.thread % BLOCK_HIDDEN;
   auto load = [&](int chunk, uint4(&a)[CHUNK]) {
     load_pairs<K>(c, from, chunk, a, stage, [&] { pump_rows(c, f); });
-#if UNITS_WAIT == 1
-    if (stage == 4 && c.thread == 0) c.s.progress = layer + 1;
-#endif
     if (chunk == 0) stamp(c, layer, mark);
   };
   gemv_rows<K, BLOCK_HIDDEN / 8>(c, f, load, [&](int, int, const float* part) {
@@ -81,7 +78,6 @@ DEV void project_back(Context& c, Stream& f, int from, int to, int to_square, in
 DEV void gate_up(Context& c, Stream& f, int layer) {
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
     load_normed(c, c.now, W_MID, W_MID_SQUARE, a, 5, [&] { pump_rows(c, f); });
-    if (c.thread == 0) c.s.progress = layer + 1;
     stamp(c, layer, 9);
   };
   gemv_rows<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, f, load, [&](int tile0, int tiles, const float* part) {
@@ -91,7 +87,7 @@ DEV void gate_up(Context& c, Stream& f, int layer) {
       float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        float4 x = *(const float4*)(part + ((w * 8 + pair / 2) * 8 + row) * 8 + pair % 2 * 4);
+        float4 x = *(const float4*)(part + ((w * 8 + pair / 2) * ROWS + row) * 8 + pair % 2 * 4);
         sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
       }
       const float scale = inverse_rms(c, row), g0 = sum.x * scale, g1 = sum.z * scale;
@@ -109,10 +105,11 @@ DEV u64 rank_key(float x, u32 token) {
 }
 template <class Load>
 DEV void project_logits(Context& c, Load load) {
-  u64 best[MAX_ROWS * 64 / THREADS] = {};
+  constexpr int COUNT = (ROWS * 64 + THREADS - 1) / THREADS;
+  u64 best[COUNT] = {};
   gemv<K_HIDDEN, LM_TILES>(c, load, [&](int tile0, int tiles, const float* part) {
 #pragma unroll
-    for (int j = 0; j < MAX_ROWS * 64 / THREADS; j++) {
+    for (int j = 0; j < COUNT; j++) {
       const int row = (c.thread + j * THREADS) / 64, n = c.thread % 64;
       const u32 token = (c.block * LM_TILES + tile0) * 8 + n;
       if (row >= c.rows || n >= tiles * 8 || token >= VOCAB) continue;
@@ -124,7 +121,7 @@ DEV void project_logits(Context& c, Load load) {
     }
   });
 #pragma unroll
-  for (int j = 0; j < MAX_ROWS * 64 / THREADS; j++) {
+  for (int j = 0; j < COUNT; j++) {
     const int row = (c.thread + j * THREADS) / 64;
 #pragma unroll
     for (int o = 16; o; o >>= 1) {
@@ -142,7 +139,7 @@ DEV void finish_step(const Params& p, u32 parity) {
   if (atomicAdd(state + 4, 1u) != BLOCKS - 1) return;
   __threadfence();
   const bool failed = load_exchange_word(state + 1) != 0;
-  for (int row = 0; row < p.rows; row++) {
+  for (int row = 0; row < rows_of(p); row++) {
     const u64 key = atomicExch(p.best + row, 0ull);
     const u32 top = key >> 32;
     const bool finite = top > 0x007fffffu && top < 0xff800000u;  // between the keys of the infinities
@@ -150,14 +147,13 @@ DEV void finish_step(const Params& p, u32 parity) {
     if (failed) p.logits[(long)row * VOCAB] = __uint_as_float(0x7fc00000u);
   }
   state[4] = 0;
-  state[5] = p.rows;
+  state[5] = rows_of(p);
   state[0] = parity ^ 1;
 }
 
-#if FOLD
+#if FOLD && ONE_ROW
 // The layers of a step of one row.
 DEV void folded_layers(Context& c, Stream& f, Held& h, Ahead& ahead, u32* now, u32* other, int last_rows) {
-  embed_folded(c, h, c.s.control.token[0]);
 #pragma unroll 1
   for (int layer = first_layer(c.p); layer < end_layer(c.p); layer++) {
     const u32* before = c.now;
@@ -220,11 +216,12 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
 
 #if FOLD
   Held h;
+  u32 embedding[HELD / 2];
 #endif
   Stream f;
   if constexpr (ONE || STREAMED) {
     begin_stream(c, f);
-#if FOLD
+#if FOLD && ONE_ROW
     if constexpr (ONE) fold_stream(c, f);
 #endif
     while (f.room) ask_page(c, f);
@@ -241,17 +238,25 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     s.biases[i / BLOCK_QKV][i % BLOCK_QKV] =
         p.biases[i / BLOCK_QKV * (KV_HEADS * HEAD_ROWS) + block * BLOCK_QKV + i % BLOCK_QKV];
 #endif
+  const int row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
+  auto embedded = [&](long token) {
+    return row < c.rows ? ((const unsigned short*)p.embedding)[token * HIDDEN + block * BLOCK_HIDDEN + n] : 0;
+  };
+  unsigned short mine = 0;
+#if FOLD
+  if constexpr (ONE) ask_embedding(c, embedding);
+#endif
+  if constexpr (ONE && !FOLD) mine = embedded(p.tokens[0]);  // the first of one row's tokens is its token
   read_rows(c);
   __syncthreads();
-  const int row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
-  float residual = 0.f;
-  if (row < c.rows)
-    residual = bf_low(((const unsigned short*)p.embedding)[(long)s.control.token[row] * HIDDEN + block * BLOCK_HIDDEN + n]);
+  if constexpr (!ONE) mine = embedded(s.control.token[row % ROWS]);
+  float residual = bf_low(mine);
   if (runs(p, 1) && !(ONE && FOLD)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
   Ahead ahead = {0};
   if constexpr (ONE) ask_head_norm(c, first % LAYERS, ahead.norms);
   else load_head_norms(c, first % LAYERS, ahead.norms);
-#if FOLD
+#if FOLD && ONE_ROW
+  if constexpr (ONE) embed_folded(h, embedding);
   if constexpr (ONE) folded_layers(c, f, h, ahead, now, other, last_rows);
 #endif
 #pragma unroll 1
@@ -353,9 +358,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
     copy_cache(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
   } else {
     take_registers<224>();
-    if (p.rows == 1)
-      compute<true>(p, s, memory);
-    else
-      compute<false>(p, s, memory);
+#if ONE_ROW && SEVERAL_ROWS
+    if (p.rows == 1) compute<true>(p, s, memory);
+    else compute<false>(p, s, memory);
+#else
+    compute<ONE_ROW>(p, s, memory);
+#endif
   }
 }

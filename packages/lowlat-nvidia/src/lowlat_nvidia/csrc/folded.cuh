@@ -12,7 +12,7 @@ constexpr int W_HELD = 4 * ROW_WORDS;             // residuals after a layer, fl
 constexpr int W_SUMS = 4 * ROW_WORDS + HIDDEN;    // [WARPS, HIDDEN] partial sums of the output projection, float32
 static_assert(HEAD_SLICES * KV_HEADS == WARPS && (HELD == 2 || HELD % 4 == 0) && GROUP_DIM == THREADS && COPIES <= 4, "");
 static_assert((WARPS + 1) * HIDDEN <= ROW_WORDS && LAYER_FRAGMENTS % PAGE_FRAGMENTS == 0, "");
-static_assert(WARPS * GROUP_DIM + HIDDEN / 2 <= PART_FLOATS, "shared memory that only other widths use");
+static_assert(WARPS * GROUP_DIM + HIDDEN / 2 <= PART_FLOATS && GROUP_DIM / 2 + BLOCK_HIDDEN <= HIDDEN / 2, "room beside attention's sums");
 
 struct Held {
   float residual[HELD];
@@ -22,6 +22,7 @@ DEV unsigned short* normed_here(Context& c) { return (unsigned short*)(c.s.part[
 DEV unsigned short* heads_here(Context& c) { return (unsigned short*)(c.s.part[1] + WARPS * GROUP_DIM); }
 DEV float* own_here(Context& c) { return c.s.part[1] + WARPS * GROUP_DIM + GROUP_DIM / 2; }
 
+#if ONE_ROW
 // A warp reads the output projection's weights where another warp's lie.
 DEV void fold_stream(Context& c, Stream& f) {
   const int unit = c.block % SPLITS * WARPS + c.warp;
@@ -29,10 +30,19 @@ DEV void fold_stream(Context& c, Stream& f) {
   f.elsewhere = ((long)(group - c.block) * WARPS + slice - c.warp) * PAGE;
   f.page = c.pages < LAYERS * LAYER_PAGES ? c.pages % LAYER_PAGES : LAYER_PAGES + 1;
 }
-DEV void embed_folded(Context& c, Held& h, int token) {
+#endif
+// This thread's part of the row's embedding, asked for before anything else is known of the row.
+DEV void ask_embedding(Context& c, u32 (&words)[HELD / 2]) {
 #pragma unroll
-  for (int i = 0; i < HELD; i++)
-    h.residual[i] = bf_low(((const unsigned short*)c.p.embedding)[(long)token * HIDDEN + c.thread * HELD + i]);
+  for (int i = 0; i < HELD / 2; i++)
+    words[i] = ((const u32*)c.p.embedding)[((long)c.p.tokens[0] * HIDDEN + c.thread * HELD) / 2 + i];
+}
+DEV void embed_folded(Held& h, const u32 (&words)[HELD / 2]) {
+#pragma unroll
+  for (int i = 0; i < HELD / 2; i++) {
+    h.residual[2 * i] = bf_low(words[i]);
+    h.residual[2 * i + 1] = bf_high(words[i]);
+  }
 }
 // Norm `index` of this thread's residuals, asked for before what it waits for.
 DEV void ask_norm(Context& c, Held& h, int index) {

@@ -4,30 +4,31 @@
 #pragma once
 #include "layout.cuh"
 
-constexpr int PART_FLOATS = WARPS * 8 * MAX_ROWS * 8;  // partial sums of up to 8 tiles
+// Partial sums of up to 8 tiles of 8 rows; with one row attention's take more, and beside them lies what is folded.
+constexpr int PART_FLOATS = ROWS > 1 ? WARPS * 8 * ROWS * 8 : WARPS * GROUP_DIM + (FOLD ? HIDDEN / 2 : 0);
 constexpr int PARTS = PART_FLOATS / GROUP_DIM;  // warps' sums of rows that attention joins at once
 // Keys, then values, of a unit of the cache: panels of 16 tokens x 64 elements, as the copy engine writes them (see swizzled).
 constexpr int UNIT_TOKENS = 16, PANEL = UNIT_TOKENS * 128, UNIT = 2 * HEAD_DIM / 64 * PANEL;
-static_assert(PARTS >= WARPS, "");
+static_assert(PARTS >= WARPS && PART_FLOATS >= WARPS * 8 * ROWS * 8, "");
 struct Control {
-  int begin[MAX_ROWS], end[MAX_ROWS];  // tokens of each row that this block's split covers
-  int cached[MAX_ROWS];                // tokens before this are in the cache, later ones come from this step
-  int first[MAX_ROWS];                 // first row of the same request
-  int first_unit[MAX_ROWS + 1];        // of a layer's units of the cache; the last is their number
-  int place[MAX_ROWS];                 // of the row's warps among those that are joined at once
+  int begin[ROWS], end[ROWS];  // tokens of each row that this block's split covers
+  int cached[ROWS];                // tokens before this are in the cache, later ones come from this step
+  int first[ROWS];                 // first row of the same request
+  int first_unit[ROWS + 1];        // of a layer's units of the cache; the last is their number
+  int place[ROWS];                 // of the row's warps among those that are joined at once
   u32 joined;                          // bit r: warps are joined after row r
-  int own[MAX_ROWS], own_slot[MAX_ROWS];  // the row's own token and its cache slot
-  int token[MAX_ROWS];                    // its id
-  const int* pages[MAX_ROWS];
+  int own[ROWS], own_slot[ROWS];  // the row's own token and its cache slot
+  int token[ROWS];                    // its id
+  const int* pages[ROWS];
   const u8* pools[LAYERS][2];          // K and V
-  float rotary[MAX_ROWS][HEAD_DIM];    // cosine, sine
+  float rotary[ROWS][HEAD_DIM];    // cosine, sine
 };
 struct __align__(16) Shared {
   float part[2][PART_FLOATS];         // [warp][tile][row][output]; attention merges heads here too
-  float square[2][WARPS][MAX_ROWS];   // partial sums of squares
+  float square[2][WARPS][ROWS];   // partial sums of squares
   float merge[2][PARTS][8][2];        // attention: maximum and sum of each of a row's warps and head
   alignas(16) Control control;
-  alignas(16) unsigned short query[MAX_ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
+  alignas(16) unsigned short query[ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
   alignas(128) u8 fresh[HEAD_DIM / 64 * PANEL];             // this step's keys, as tokens 0 to 7 of panels, and values after them
   unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs
 #if QKV_BIAS
@@ -114,14 +115,10 @@ DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool
   u32 polls = 0;
   const uint4 none = make_uint4(0, 0, 0, 0);
   // Polling all of several rows crowds the L2, and what is published queues behind the polls: one vector of the last row tells
-  // that the data is about to be there. With EAGER any word of it does.
+  // that the data is about to be there.
   const bool last = c.g == c.rows - 1;
   bool waiting = true;
-#if EAGER
-  while (waiting && !__any_sync(~0u, last && least(load_exchange(extra_at)) != EMPTY)) {
-#else
   while (waiting && __any_sync(~0u, last && greatest(load_exchange(extra_at)) == EMPTY)) {
-#endif
     idle();
     waiting = __all_sync(~0u, may_wait(c, polls, stage));
   }
@@ -223,7 +220,7 @@ DEV void multiply_narrow(Context& c, const uint4 (&a)[CHUNK], float (&d)[2]) {
 DEV float* part_now(Context& c) { return c.s.part[c.part_parity]; }
 // Partial sums of 8 outputs, of which a lane has output g of rows 2q and 2q + 1.
 DEV void store_partial(Context& c, int tile, float first, float second) {
-  float* at = part_now(c) + ((c.warp * 8 + tile) * 8 + 2 * c.q) * 8 + c.g;
+  float* at = part_now(c) + ((c.warp * 8 + tile) * ROWS + 2 * c.q) * 8 + c.g;
   if (2 * c.q < c.rows) at[0] = first;
   if (2 * c.q + 1 < c.rows) at[8] = second;
 }
@@ -231,7 +228,7 @@ DEV void store_partial(Context& c, int tile, float first, float second) {
 DEV float sum_partials(const float* part, int tile, int row, int n) {
   float sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) sum += part[((w * 8 + tile) * 8 + row) * 8 + n];
+  for (int w = 0; w < WARPS; w++) sum += part[((w * 8 + tile) * ROWS + row) * 8 + n];
   return sum;
 }
 // Fragments of a tile that are multiplied at once; their inputs stay in registers.

@@ -172,6 +172,11 @@ DEV void publish_split_one(Context& c, int head, int split) {
   }
   c.part_parity ^= 1;
 }
+// While attention exchanges little, memory brings what follows the ring into the L2.
+DEV void bring_weights(Context& c) {
+  if (c.lane < WEIGHTS_AHEAD && c.pages + c.lane < end_page(c.p))
+    prefetch_bulk(c.weights + (long)c.lane * BLOCKS * WARPS * PAGE, PAGE);
+}
 DEV void attention_one(Context& c, Stream& f, int layer, Ahead& ahead) {
   const Control& k = c.s.control;
   const int head = c.block / SPLITS, split = c.block % SPLITS;
@@ -180,6 +185,7 @@ DEV void attention_one(Context& c, Stream& f, int layer, Ahead& ahead) {
   stamp(c, layer, 10);
   recompute(c);
   if (layer + 1 < LAYERS) ask_head_norm(c, layer + 1, ahead.norms);
+  if (WEIGHTS_AHEAD) bring_weights(c);
   pump(c, f);
   attend_row(c, 0, ahead.unit);
   pump(c, f);

@@ -33,7 +33,7 @@ DEV void read_rows(Context& c) {
     for (int row = 0; row < c.rows; row++) real |= (u32)(c.p.write_slots[row] >= 0) << row;
   }
   if (c.thread < c.rows) {
-    const int row = c.thread, source = real >> row & 1 ? row : max(0, __ffs(real) - 1);
+    const int row = c.thread, source = ROWS == 1 || real >> row & 1 ? row : max(0, __ffs(real) - 1);
     int request = 0;
 #pragma unroll 1
     for (int q = 1; q < c.p.requests; q++) request += c.p.query_start[q] <= source;
@@ -50,6 +50,13 @@ DEV void read_rows(Context& c) {
     k.own_slot[row] = real ? (__ldg(k.pages[row] + page) << c.p.page_shift) + total - 1 - (page << c.p.page_shift) : 0;
   }
   for (int i = c.thread; i < 2 * LAYERS; i += THREADS) k.pools[i / 2][i % 2] = (const u8*)(real ? c.p.pools[i] : c.p.scratch);
+  if constexpr (ROWS == 1) {  // nothing waits for what another thread reads
+    if (c.thread == 0) count_units(k, 1);
+    const int d = c.thread - (THREADS - HEAD_DIM);
+    if (d >= 0) k.rotary[0][d] = c.p.rotary[(long)(real ? c.p.positions[0] : 0) * HEAD_DIM + d];
+    block_sync();
+    return;
+  }
   block_sync();
   if (c.thread == 0) count_units(k, c.rows);
   for (int i = c.thread; i < c.rows * HEAD_DIM; i += THREADS) {

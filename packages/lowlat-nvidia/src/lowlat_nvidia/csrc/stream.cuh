@@ -23,7 +23,7 @@ struct Stream {
   int next, room;      // slot of the next page to ask for, and how many slots are empty
   int landed;          // pages known to be there that have not been taken
   u32 seen;            // depends on all that was loaded from slots that are empty now
-#if FOLD
+#if FOLD && ONE_ROW
   long elsewhere;      // from this warp's place in a page of all warps to the one whose output projection it computes
   int page;            // of a layer: the next to ask for
 #endif
@@ -41,7 +41,7 @@ DEV void ask_page(Context& c, Stream& f) {
   if (c.lane == 0) {
     const u32 full = c.full + f.next * 8;
     barrier_expect(full, PAGE);
-#if FOLD
+#if FOLD && ONE_ROW
     const u8* from = c.weights + ((u32)(f.page - FIRST_O_PAGE) < (u32)O_PAGES ? f.elsewhere : 0);
 #else
     const u8* from = c.weights;
@@ -50,7 +50,7 @@ DEV void ask_page(Context& c, Stream& f) {
   }
   c.pages++;
   c.weights += (long)BLOCKS * WARPS * PAGE;
-#if FOLD
+#if FOLD && ONE_ROW
   if (++f.page == LAYER_PAGES) f.page = c.pages < LAYERS * LAYER_PAGES ? 0 : LAYER_PAGES + 1;
 #endif
   u32 unused = 0;

@@ -159,5 +159,5 @@ class AloneSteps:
         parameters.only_stage, parameters.only_layer = stage, layer
         parameters.first_page, parameters.end_page, parameters.plant = first, end, plant
         parameters.residuals = self.residuals.data_ptr()
-        self.step.function.launch(BLOCKS, THREADS, parameters, torch.cuda.current_stream().cuda_stream)
+        self.step.function(base.rows).launch(BLOCKS, THREADS, parameters, torch.cuda.current_stream().cuda_stream)
         self.step.check()

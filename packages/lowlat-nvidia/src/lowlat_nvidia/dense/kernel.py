@@ -123,7 +123,7 @@ class DenseKernel(Kernel):
     def close(self) -> None:
         for built in (self._stamped, self._step):
             if built is not None:
-                built.function.close()
+                built.close()
         self._stamped = self._step = None
 
 

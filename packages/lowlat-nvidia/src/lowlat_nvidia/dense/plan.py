@@ -5,6 +5,7 @@ Shapes that do not fit are refused here, with the reason, and nowhere later.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,11 @@ def chunk_fragments(inputs: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """A shape with the choices that tune it.
+    """A shape with the choices that tune it. None: as measured, of each kernel for itself.
+
+    Steps of one row and of several have kernels of their own on the same weights and buffers: `kernel` gives the plan
+    of either, with `one_row` set. Where it is None the plan is of one kernel for all steps, with code of both; what is
+    packed and exchanged (`page_fragments`, `copies`, `fold`) is the same in all three.
 
     There is room for `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits); `ahead`
     units come into the L2 before there is room for them, where contexts are short. What all blocks read is published
@@ -147,18 +152,17 @@ class DensePlan:
     a stage that streams most. `plain_copies` is for tools that watch every access, `alone` runs stages one
     by one (`dense.alone`).
 
-    Of steps of several rows: with `streamed` their weights are asked for as one row's are (`under_way`, `early`); with
-    `eager` all words are polled as soon as any is there; a copying warp has at most `units_under_way` units on their
-    way (0: what fits), and brings at most one into the L2 in `ahead_cycles`; with `units_wait` a layer's units are
-    asked for when the layer before has summed its splits (1) or begun gate and up (2), not at once. With
-    `release_early` a unit's place is empty before its weights are known, of one row too.
-
-    Of steps of one row: a warp asks for `under_way` pages of weights at once; with `early` a stage's first pages are in
-    registers before its inputs are there; with `fold` the output projection is computed by KV heads and every block
-    holds the residual, which is one exchange a layer less, and more to read. None: as measured.
+    A warp asks for `under_way` pages of weights at once; with `early` a stage's first pages are in registers before its
+    inputs are there. Steps of several rows do both with `streamed` alone; without, all that fits is asked for at once.
+    With `release_early` a unit's place is empty before its weights are known. Of one row, during attention, each warp
+    has `weights_ahead` pages (up to 32) that follow its ring brought into the L2. Of steps of two rows, a copying warp
+    has at most `units_under_way` units on their way (0: what fits). Steps of one row are folded with `fold`: the output
+    projection is computed by KV heads and every block holds the residual, which is one exchange a layer less, and more
+    to read.
     """
 
     shape: DenseShape
+    one_row: bool | None = None
     ring_limit: int | None = None
     units: int = 0
     ahead: int | None = None
@@ -167,22 +171,24 @@ class DensePlan:
     under_way: int | None = None
     early: bool | None = None
     fold: bool | None = None
-    streamed: bool = False
-    eager: bool = False
+    streamed: bool | None = None
     units_under_way: int = 0
-    ahead_cycles: int = 0
-    units_wait: int = 0
     release_early: bool = False
+    weights_ahead: int = 0
     idle_ns: int = 20
     paced: bool = True
     plain_copies: bool = False
     alone: bool = False
 
+    def kernel(self, rows: int) -> DensePlan:
+        """The plan of the kernel for steps of so many rows."""
+        return dataclasses.replace(self, one_row=rows == 1)
+
     @property
     def page_fragments(self) -> int:
-        """The largest pages of which at least three fit."""
-        choices = page_choices(self.shape)
-        return next((count for count in choices if self._pages(count) >= 3), choices[-1])
+        """The largest pages of which at least three fit beside what a step of several rows needs at least."""
+        choices, usual = page_choices(self.shape), DensePlan(self.shape)
+        return next((count for count in choices if usual._pages(count) >= 3), choices[-1])
 
     def _pages(self, fragments: int) -> int:
         least = self.units or WARPS
@@ -202,13 +208,15 @@ class DensePlan:
     def fixed_bytes(self) -> int:
         """Shared memory of a block beside the rings of weights and of the cache, barriers of both included."""
         s = self.shape
-        joined = 4096 * s.kv_heads // s.qdim  # warps whose sums attention joins at once
-        sums = 2 * 4 * (WARPS * 8 * MAX_ROWS * 8 + WARPS * MAX_ROWS + joined * 8 * 2)
-        control = 32 + MAX_ROWS * (9 * 4 + 8 + 4 * s.head_dim)
+        rows, group_dim = 1 if self.one_row else MAX_ROWS, s.qdim // s.kv_heads
+        partial = WARPS * group_dim + self.folded * s.hidden // 2 if self.one_row else WARPS * 8 * MAX_ROWS * 8
+        joined = partial // group_dim  # warps whose sums attention joins at once
+        sums = 2 * 4 * (partial + WARPS * rows + joined * 8 * 2)
+        control = 32 + rows * (9 * 4 + 8 + 4 * s.head_dim)
         control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
         if s.qkv_bias:
             control += 2 * s.layers * s.kv_heads * s.head_rows // BLOCKS
-        heads = MAX_ROWS * (2 * s.qdim // s.kv_heads + 4 * s.head_dim)
+        heads = 2 * rows * group_dim + 32 * s.head_dim
         barriers = WARPS * MAX_PAGES * 8 + 16 * MAX_UNITS
         return -(-(sums + control + heads + barriers + 128) // 1024) * 1024
 
@@ -265,6 +273,16 @@ class DensePlan:
         fits = WARPS % s.kv_heads == 0 and s.qdim == 256 * s.kv_heads and s.hidden <= 2048 and self.copies <= 4
         return fits and (self._narrow if self.fold is None else self.fold)
 
+    @property
+    def _streamed(self) -> bool:
+        """As measured: better at 2, 4 and 8 rows of every model, in a kernel without one row's stages."""
+        return self.one_row is False if self.streamed is None else self.streamed
+
+    def _under_way(self) -> int:
+        """As measured, of several rows where they are streamed."""
+        usual = MAX_PAGES if not self._narrow else 6 if self.one_row is False else 4
+        return min(self.under_way or usual, self.ring_pages)
+
     def _ahead(self) -> int:
         """As measured: it helps wide models, whose stages take long, and nothing else."""
         return self.ahead if self.ahead is not None else 32 if self.shape.hidden > 2048 else 0
@@ -277,6 +295,8 @@ class DensePlan:
                 f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring"
             )
         return {
+            "ONE_ROW": int(self.one_row is not False),
+            "SEVERAL_ROWS": int(not self.one_row),
             "LAYERS": s.layers,
             "HIDDEN": s.hidden,
             "Q_HEADS": s.q_heads,
@@ -292,15 +312,13 @@ class DensePlan:
             "AHEAD": self._ahead(),
             "STAMPS": self.stamps,
             "COPIES": self.copies,
-            "UNDER_WAY": min(self.under_way or (4 if self._narrow else MAX_PAGES), self.ring_pages),
+            "UNDER_WAY": self._under_way(),
             "EARLY": int(self._narrow if self.early is None else self.early),
             "FOLD": int(self.folded),
-            "STREAMED": int(self.streamed),
-            "EAGER": int(self.eager),
+            "STREAMED": int(self._streamed),
             "UNITS_UNDER_WAY": self.units_under_way,
-            "AHEAD_CYCLES": self.ahead_cycles,
-            "UNITS_WAIT": self.units_wait,
             "RELEASE_EARLY": int(self.release_early),
+            "WEIGHTS_AHEAD": self.weights_ahead,
             "IDLE_NS": self.idle_ns,
             "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),

@@ -11,8 +11,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lowlat_nvidia.dense.step import DenseStep
-from lowlat_nvidia.jit import Function, compile_cubin
+from lowlat_nvidia.dense.plan import MAX_ROWS
+from lowlat_nvidia.dense.step import DenseStep, load_kernels
 from lowlat_plugin import Part
 
 STAMPS = 16
@@ -34,8 +34,7 @@ def stamped(step: DenseStep) -> DenseStep:
     """A twin with time stamps, in the same memory: either may run the next step."""
     twin = copy.copy(step)
     twin.plan = dataclasses.replace(step.plan, stamps=STAMPS)
-    cubin, twin.log = compile_cubin("dense_step.cu", twin.plan.definitions())
-    twin.function = Function(cubin, "dense_step", twin.plan.shared_bytes())
+    twin.functions, twin.log = load_kernels([twin.plan.kernel(1), twin.plan.kernel(MAX_ROWS)])
     blocks, layers, _ = step.stamps.shape
     twin.stamps = torch.zeros((blocks, layers, STAMPS), dtype=torch.int64, device=step.stamps.device)
     return twin

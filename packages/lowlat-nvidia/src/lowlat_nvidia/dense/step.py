@@ -7,7 +7,8 @@ D head dimension.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +73,19 @@ class StepTensors:
     logits_RV: Tensor | None = None
 
 
+def load_kernels(plans: Sequence[DensePlan]) -> tuple[list[Function], str]:
+    """The kernels of plans and what the compiler said; they are compiled side by side."""
+    with ThreadPoolExecutor(len(plans)) as pool:
+        made = list(pool.map(lambda plan: compile_cubin("dense_step.cu", plan.definitions()), plans))
+    loaded = [Function(cubin, "dense_step", plan.shared_bytes()) for (cubin, _), plan in zip(made, plans, strict=True)]
+    return loaded, "\n".join(log for _, log in made if log)
+
+
 class DenseStep:
-    """Weights packed, kernel loaded. `bind` names the KV pools, `run` computes a step of 1 to 8 rows."""
+    """Weights packed, kernels loaded: one for steps of one row, one for steps of several.
+
+    `bind` names the KV pools, `run` computes a step of 1 to 8 rows.
+    """
 
     def __init__(
         self,
@@ -91,8 +103,7 @@ class DenseStep:
         empty = allocate or (lambda size, dtype: torch.empty(size, dtype=dtype, device=device))
         shape = plan.shape
         self.plan = plan
-        cubin, self.log = compile_cubin("dense_step.cu", plan.definitions())
-        self.function = Function(cubin, "dense_step", plan.shared_bytes())
+        self.functions, self.log = load_kernels([plan.kernel(1), plan.kernel(MAX_ROWS)])
         width = BLOCKS * WARPS * plan.page_bytes // 2
         self.stream_PE = empty((plan.stream_pages(), width), torch.bfloat16)
         pack(plan, weights, self.stream_PE)
@@ -146,11 +157,20 @@ class DenseStep:
         strides = (2 * pools[0][0].stride(0), 2 * pools[0][0].stride(1), 128)
         sizes, box = (64, slots, heads, size // 64), (64, UNIT_TOKENS, 1, size // 64)
         try:
-            maps = [self.function.tensor_map(x.data_ptr(), sizes, strides, box) for pair in pools for x in pair]
+            maps = [Function.tensor_map(x.data_ptr(), sizes, strides, box) for pair in pools for x in pair]
         except BuildError:
             return False
         self.maps.copy_(torch.frombuffer(bytearray(b"".join(maps)), dtype=torch.uint8).view(self.maps.shape))
         return True
+
+    def function(self, rows: int) -> Function:
+        """The kernel for steps of so many rows."""
+        return self.functions[rows > 1]
+
+    def close(self) -> None:
+        """Unloads the kernels. Nothing may be launched any more."""
+        for function in self.functions:
+            function.close()
 
     def parameters(self, step: StepTensors) -> _Params:
         rows = len(step.tokens_R)
@@ -179,7 +199,8 @@ class DenseStep:
         if self.plan.alone:
             raise ValueError("a step that can run stages alone is run by dense.alone")
         parameters = self.parameters(step)
-        self.function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
+        function = self.function(parameters.rows)
+        function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
         return self.logits_RV[: len(step.tokens_R)] if step.logits_RV is None else step.logits_RV
 
     def error(self) -> StepDeadlineError | None:
