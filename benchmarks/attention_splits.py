@@ -1,22 +1,26 @@
-"""Decode attention over long contexts: forms of its plan beside each other, one user and eight, in one run.
+"""Decode attention with rotation and the write to the cache: forms of it beside each other, one user and eight.
 
     python benchmarks/attention_splits.py
 
-takes about two minutes on an H200. With eight users of 100,000 tokens the engine's steps are 4 to 8 % longer than plain
-PyTorch's. Users are cut into as many splits as fill the GPU alone, so eight make 2,112 programs, each of which begins
-with nothing of its own on the way. Forms: fewer splits of each user (`half`: a program a processor; `most`: three),
-more tiles under way (`three-stages`, `four-stages`), longer tiles (`long-tiles`). How a user is split follows from its
-own length in all of them. The line after each case names the winner; a form is worth having where it wins with eight
-users and loses nothing with one.
+takes about three minutes on an H200. With eight users of 100,000 tokens the engine's steps are 4 to 8 % longer than
+plain PyTorch's. Users are cut into as many splits as fill the GPU alone, so eight make 2,112 programs, each of which
+begins with nothing of its own on the way. Forms of the three launches: fewer splits of each user (`half`: a program a
+processor; `most`: three), more tiles under way (`three-stages`, `four-stages`), longer tiles (`long-tiles`). `rows`:
+the two launches that ask for the cache before they wait, which an engine takes at its start where they are faster for
+one user and slower for nobody; `rows-two-stages` and `rows-half` with fewer tiles under way, and fewer splits. How a
+user is split follows from its own length in all of them. The line after each case names the winner; a form is worth
+having where it wins with eight users and loses nothing with one.
 
-Keys and values are random; a sample is a graph of four launches with their combines, divided by four.
+Keys and values are random; a sample is a graph of four layers' launches over one cache, divided by four.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -28,9 +32,12 @@ from lowlat.bench.presets import DenseShape, find_shape
 from lowlat.bench.results import Row, Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat.layers.attention import AttentionRule
-from lowlat.layers.device_step import RowSegments
+from lowlat.layers.device_step import DeviceStep, RowSegments
+from lowlat.layers.rope import Rope
 from lowlat.layers.triton.ahead import compile_all, rehearsal
 from lowlat.layers.triton.attention import AttentionShape, attend
+from lowlat.layers.triton.rope_write import rope_write
+from lowlat.layers.triton.row_attention import row_attend
 
 PAGE, LAUNCHES = 16, 4
 
@@ -41,9 +48,11 @@ class Form(msgspec.Struct, frozen=True):
     programs: int = 2
     stages: int = 0
     tokens: int = 0
+    rows: bool = False
+    """The attention of a few new rows."""
 
     def shape(self, group: int, dim: int, users: int) -> AttentionShape:
-        default = AttentionShape.of(group, 1, dim, 2, segments=users)
+        default = AttentionShape.of(group, 1, dim, 2, segments=1 if self.rows else users)
         return msgspec.structs.replace(
             default, stages=self.stages or default.stages, block_l=self.tokens or default.block_l
         )
@@ -58,6 +67,9 @@ FORMS = {
     "general four-stages": Form(stages=4),
     "general long-tiles": Form(tokens=128),
     "general half-long-tiles": Form(programs=1, tokens=128),
+    "general rows": Form(rows=True),
+    "general rows-two-stages": Form(rows=True, stages=2),
+    "general rows-half": Form(rows=True, programs=1),
 }
 
 
@@ -71,25 +83,35 @@ class Case:
         self.keys_SKD, self.values_SKD = (
             torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
         )  # fmt: skip
-        self.q_RND = torch.randn(users, shape.heads, shape.head_dim, device="cuda").bfloat16()
-        self.table_TP = torch.randperm(users * pages, device="cuda").int().view(users, pages)
+        heads, dim, kv_heads = shape.heads, shape.head_dim, shape.kv_heads
+        self.qkv_RYD = torch.randn(users, heads + 2 * kv_heads, dim, device="cuda").bfloat16()
+        table_TP = torch.randperm(users * pages, device="cuda").int().view(users, pages)
         every_B = torch.arange(users, dtype=torch.int32, device="cuda")
-        lengths_B = torch.full_like(every_B, context)
-        self.segments = RowSegments(
-            every_B, every_B, torch.ones_like(every_B), lengths_B, most_rows=1, longest=context
+        segments = RowSegments(
+            every_B, every_B, torch.ones_like(every_B), torch.full_like(every_B, context), most_rows=1, longest=context
         )  # fmt: skip
+        last_R = torch.full((users,), context - 1, device="cuda")
+        places_R = table_TP[:, (context - 1) // PAGE].long() * PAGE + (context - 1) % PAGE
+        self.step = DeviceStep(last_R, last_R, places_R, [segments], table_TP, PAGE, None)
+        self.tables = Rope(dim, 10000.0, context, None, torch.device("cuda")).tables
         self.bytes = 2 * self.keys_SKD.numel() * 2
 
     def run(self, form: Form) -> torch.Tensor:
-        """Four launches; the result of the last."""
-        group, processors = self.shape.heads // self.shape.kv_heads, _processors()
-        paged = (self.q_RND, self.keys_SKD, self.values_SKD, self.table_TP, PAGE, self.segments, AttentionRule())
+        """The launches of four layers; the result of the last."""
+        group, (segments,) = self.shape.heads // self.shape.kv_heads, self.step.segments
+        plan: dict[str, Any] = {
+            "programs": form.programs * _processors(), "early_start": True,
+            "shape": form.shape(group, self.shape.head_dim, self.users),
+        }  # fmt: skip
+        kv = (self.keys_SKD, self.values_SKD)
         for _ in range(LAUNCHES):
-            out = torch.empty_like(self.q_RND)
-            attend(
-                *paged, out, programs=form.programs * processors, early_start=True,
-                shape=form.shape(group, self.shape.head_dim, self.users),
-            )  # fmt: skip
+            out = self.qkv_RYD.new_empty(self.users, self.shape.heads, self.shape.head_dim)
+            if form.rows:
+                row_attend(self.qkv_RYD, *kv, self.step, segments, self.tables, None, AttentionRule(), out, **plan)
+                continue
+            where = (self.step.positions_R, self.step.write_slots_R)
+            q_RND = rope_write(self.qkv_RYD, *kv, *where, self.tables, None, early_start=True)
+            attend(q_RND, *kv, self.step.table_TP, PAGE, segments, AttentionRule(), out, **plan)
         return out
 
 
@@ -121,7 +143,7 @@ def main() -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen3-8b,qwen3-0.6b,llama-1b")
     parser.add_argument("--users", default="8,1")
-    parser.add_argument("--context", type=int, default=100_000)
+    parser.add_argument("--contexts", default="100000,1024")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
@@ -129,19 +151,19 @@ def main() -> Path:
     ceiling = measure_ceiling("cuda")
     result = new_result("attention-splits", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=1)
     for model in got.models.split(","):
-        for users in (int(text) for text in got.users.split(",")):
-            case = Case(find_shape(model), users, got.context)
+        for users, context in itertools.product(*(map(int, text.split(",")) for text in (got.users, got.contexts))):
+            case = Case(find_shape(model), users, context)
             with torch.inference_mode():
                 samples = measure(case, got.rounds)
             rows: list[Row] = [
                 row_from_samples(
-                    times, metric="step_us", rows=users, context=got.context, dtype="bfloat16",
+                    times, metric="step_us", rows=users, context=context, dtype="bfloat16",
                     bytes=case.bytes, read_ceiling_tb_s=ceiling.tb_s, note="one layer", **fields(name, model),
                 )
                 for name, times in samples.items()
             ]  # fmt: skip
             result.rows += rows
-            print(f"{model}, {users} users, {got.context} tokens: a layer's attention", flush=True)
+            print(f"{model}, {users} users, {context} tokens: a layer's attention", flush=True)
             print(verdict(samples, arm="general"), flush=True)
             del case
             torch.cuda.empty_cache()

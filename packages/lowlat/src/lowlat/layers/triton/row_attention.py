@@ -240,12 +240,14 @@ def row_attend(
     *,
     programs: int,
     early_start: bool = False,
+    shape: AttentionShape | None = None,
 ) -> None:
     """`DeviceOps.rope_attend` of those segments of a step, which `fits`; the result goes to their rows of `out_RX`,
     [R, N * D], in the type of `qkv_RYD`, float32 or bfloat16.
 
     Rows of padding are not read and give zeros. Rows of a segment stand at the last of its tokens, and the step's
     `write_slots_R` say where their keys and values go; those of a draft's block go nowhere.
+    `programs` and `shape`: as in `attend`.
     """
     _, packed, dim = qkv_RYD.shape
     kv_heads = keys_SKD.shape[1]
@@ -259,8 +261,7 @@ def row_attend(
     block_m = max(16, triton.next_power_of_2(group * width))
     block_d = max(16, triton.next_power_of_2(dim))
     # Of one segment, however many there are: more stages take no more registers here.
-    shape = AttentionShape.of(group, width, dim, qkv_RYD.element_size(), tight=True)
-    block_l = 32 if qkv_RYD.element_size() > 2 else 64
+    shape = shape or AttentionShape.of(group, width, dim, qkv_RYD.element_size(), tight=True)
     # With the rows' own no more programs than have room at once: a last one that began late would take the longest.
     most = min(MAX_SPLITS, max(1, programs // kv_heads - 1))
     parts = count * (most + 1) * kv_heads * block_m
@@ -271,13 +272,13 @@ def row_attend(
     where = (batch.first_B, batch.rows_B, batch.lengths_B)
     common = {
         "WINDOW": rule.window + 1 if draft and rule.window else rule.window, "MOST": most, "KV_HEADS": kv_heads,
-        "GROUP": group, "DIM": dim, "BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_D": block_d, "MIN_CHUNK": MIN_CHUNK,
-        "EARLY": early_start, **early.launch_options(early_start),
+        "GROUP": group, "DIM": dim, "BLOCK_M": block_m, "BLOCK_L": shape.block_l, "BLOCK_D": block_d,
+        "MIN_CHUNK": MIN_CHUNK, "EARLY": early_start, **early.launch_options(early_start),
     }  # fmt: skip
     row_attend_kernel[(count * (most + 1) * kv_heads,)](
         qkv_RYD, keys_SKD, values_SKD, step.table_TP, batch.slots_B, *where, step.write_slots_R, *tables, query_norm_D,
         key_norm_D, partial, sums, step.table_TP.stride(0), eps, scale, PAGE=step.page_size, NORM=norms is not None,
-        DRAFT=draft, BLOCK_R=MOST_ROWS, num_warps=4, num_stages=shape.stages, **common,
+        DRAFT=draft, BLOCK_R=MOST_ROWS, num_warps=shape.warps, num_stages=shape.stages, **common,
     )  # fmt: skip
     join_kernel[(count, width, heads)](
         partial, sums, *where, out_RX if rule.sinks_N is None else rule.sinks_N, out_RX,
