@@ -164,6 +164,10 @@ NEW_ROWS = [
     ((2, 16, 8, 128, 1), [65, 900, 7, 0], [2, 1, 2, 2]),
     ((8, 64, 8, 64, 16, 128, True), [3000, 100], [8, 8]),
     ((16, 8, 4, 64, 7, 5), [200], [11]),
+    ((1, 9, 3, 64, 16), [512, 63, 0, 5, 8000, 65, 1, 64], [1, 1, 1, 0, 1, 1, 1, 1]),
+    ((1, 32, 8, 64, 16), [100_000, 777], [1, 1]),
+    ((1, 32, 8, 128, 16, 0, False, True), [131_071], [1]),
+    ((1, 64, 8, 64, 1, 128, True), [3001, 100, 19], [1, 1, 1]),
 ]
 
 
@@ -178,21 +182,43 @@ def test_attention_of_new_rows(shape, before, rows, early, dtype):
     check_new_rows(case, programs=programs, tolerance=TOLERANCE[dtype], early_start=early)
 
 
-def test_attention_of_new_rows_reads_what_was_written_before():
+def test_attention_of_one_row_is_the_same_bits_beside_any_requests():
+    from row_cases import RowCase, Shape
+
+    from lowlat.layers.triton_ops import TritonOps
+
+    before = [40_000, 513, 64, 7, 0, 3000, 9, 1200]
+    case = RowCase(Shape(1, 32, 8, 128, 16, norms=True), before, [1] * 8, "cuda", torch.bfloat16).moved()
+    ops = TritonOps(torch.cuda.get_device_properties(0).multi_processor_count, early_start=True)
+    older = case.run(ops)
+    ops.one_row_attention = True
+    together, batch = case.run(ops), case.step.segments[0]
+    close(together, older, torch.bfloat16)
+    assert not torch.equal(together, older), "not the kernels"
+    for index in range(8):
+        for last in (index + 1, min(8, index + 2), min(8, index + 4)):
+            parts = (batch.slots_B, batch.first_B, batch.rows_B, batch.lengths_B)
+            case.step.segments = [type(batch)(*(part[index:last] for part in parts), 1, batch.longest)]
+            assert torch.equal(case.run(ops)[index:last], together[index:last])
+
+
+@pytest.mark.parametrize("rows", [7, 1])
+def test_attention_of_new_rows_reads_what_was_written_before(rows):
     """A step's chain in a graph, replayed often with other rows: the bits of one kernel after another. What a kernel
     reads before it waits is written anew in every replay."""
     from row_cases import RowCase, Shape
 
+    from lowlat.layers.triton.product import product
     from lowlat.layers.triton.row_attention import row_attend
     from lowlat.layers.triton.row_product import row_product
     from lowlat.layers.triton.rows import look_up
 
-    case = RowCase(Shape(7, 9, 3, 64, 16), [500], [7], "cuda", torch.bfloat16).moved()
-    width, packed = 9 * 64, 15 * 64
+    case = RowCase(Shape(rows, 9, 3, 64, 16), [500], [rows], "cuda", torch.bfloat16).moved()
+    width, packed, multiply = 9 * 64, 15 * 64, row_product if rows > 1 else product
     weights = [(torch.randn(size, width, device="cuda") / width**0.5).bfloat16() for size in (packed, width)]
     table = torch.randn(50, width, device="cuda").bfloat16()
     norm = torch.ones(width, device="cuda").bfloat16()
-    tokens, lengths = torch.zeros(7, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    tokens, lengths = (torch.zeros(size, dtype=torch.int64, device="cuda") for size in (rows, 1))
     pools = [(case.keys_SKD.clone(), case.values_SKD.clone()) for _ in range(12)]
 
     def chain(pause):
@@ -203,25 +229,25 @@ def test_attention_of_new_rows_reads_what_was_written_before():
         pause()
         for keys, values in pools:
             first, kept = (stream, None) if x is None else (x, stream)
-            qkv, stream = row_product(first, weights[0], stream_RI=kept, norm_I=norm, eps=1e-5, early_start=True)
+            qkv, stream = multiply(first, weights[0], stream_RI=kept, norm_I=norm, eps=1e-5, early_start=True)
             pause()
-            mixed = torch.empty(7, width, dtype=torch.bfloat16, device="cuda")
+            mixed = torch.empty(rows, width, dtype=torch.bfloat16, device="cuda")
             where = (keys, values, case.step, case.step.segments[0], case.tables, None, case.rule, mixed)
-            row_attend(qkv.view(7, 15, 64), *where, programs=264, early_start=True)
+            row_attend(qkv.view(rows, 15, 64), *where, programs=264, early_start=True)
             pause()
-            x, _ = row_product(mixed, weights[1], early_start=True)
+            x, _ = multiply(mixed, weights[1], early_start=True)
             pause()
         return x
 
-    lengths.fill_(507)
+    lengths.fill_(500 + rows)
     chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chain(lambda: None)
     different = set()
     for turn in range(40):
-        tokens.copy_(torch.randint(0, 50, (7,), device="cuda"))
-        lengths.fill_(507 - turn % 3 * 40)
+        tokens.copy_(torch.randint(0, 50, (rows,), device="cuda"))
+        lengths.fill_(500 + rows - turn % 3 * 40)
         expected = chain(torch.cuda.synchronize).clone()
         out.zero_()
         graph.replay()
