@@ -40,21 +40,17 @@ def test_the_proposals_are_right_on_a_cpu(requests: int, monkeypatch: pytest.Mon
     lists = (t.tolist() for t in (anchors, temperatures, seeds, positions))
     expected, logits, margins = reference.propose(head, embedding, base, *lists)
     assert (margins > SURE).all()
-    found = []
-    for read_ahead in (False, True):
-        made = MarkovPlan(vocabulary, requests=requests, blocks=2, read_ahead=read_ahead)
-        assert 0 < made.resident < made.passing
-        assert made.passing > plan.WARPS
-        built = build(made, head, embedding, monkeypatch, tmp_path)
-        for _ in range(2):  # a launch after another finds its words by their tag
-            out = torch.full_like(base, float("nan"))
-            inputs = ProposalTensors(base, anchors, temperatures, seeds, positions, out)
-            built.tokens.fill_(-1)
-            assert torch.equal(built.run(inputs, 1), expected)
-            built.check()
-            torch.testing.assert_close(out.double(), logits, rtol=0, atol=2e-4)
-            found.append(out)
-    assert all(torch.equal(out, found[0]) for out in found)
+    made = MarkovPlan(vocabulary, requests=requests, blocks=2)
+    assert 0 < made.resident < made.passing
+    assert made.passing > plan.WARPS
+    built = build(made, head, embedding, monkeypatch, tmp_path)
+    for _ in range(2):  # a launch after another finds its words by their tag
+        out = torch.full_like(base, float("nan"))
+        inputs = ProposalTensors(base, anchors, temperatures, seeds, positions, out)
+        built.tokens.fill_(-1)
+        assert torch.equal(built.run(inputs, 1), expected)
+        built.check()
+        torch.testing.assert_close(out.double(), logits, rtol=0, atol=2e-4)
 
 
 class Kept(machine.EmulatedFunction):

@@ -73,7 +73,6 @@ def test_sampled_proposals_follow_the_softmax():
     "plan",
     [
         MarkovPlan(129280),
-        MarkovPlan(129280, read_ahead=True),
         MarkovPlan(129280, requests=8),
         MarkovPlan(129280, ranks=2),
         MarkovPlan(129280, ranks=4, requests=8),

@@ -2,17 +2,16 @@
 //   logits = base[i] + head . embed[t[i]],   t[i + 1] = argmax(logits) or argmax(logits / temperature + noise).
 //
 // A block owns a range of the vocabulary. Most of its rows of the head stay on the chip for all steps: RESIDENT tiles of
-// 16 rows in shared memory, one tile a warp in registers; the others pass: they are read again in every step, from L2, some
-// loads ahead (READ_AHEAD: while the step's token is still being agreed on). Blocks, and ranks of a
-// vocabulary split over GPUs, agree on each token through 64-bit words that carry value, index and the launch's tag:
-// the data is its own signal. Up to MAX_REQUESTS requests are the columns of the matrix instructions.
+// 16 rows in shared memory, one tile a warp in registers; the others pass: they are read again in every step, from L2, the
+// first of them while the step's token is still being agreed on. Blocks, and ranks of a vocabulary split over GPUs, agree on
+// each token through 64-bit words that carry value, index and the launch's tag: the data is its own signal. Up to MAX_REQUESTS requests are the columns of the matrix instructions.
 #include "system.cuh"
 #include "tensor.cuh"
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS, ROWS = 16;  // rows of a tile
 constexpr int K_PAIRS = RANK / 32;                          // pairs of matrix instructions along the rank
-// Of a tile; and of tiles that pass, on their way at the least: more registers are idle while a token is agreed on.
-constexpr int FRAGMENTS = 2 * K_PAIRS, MOST = READ_AHEAD ? 8 : 4, DEPTH = FRAGMENTS < MOST ? FRAGMENTS : MOST;
+// Of a tile; and of tiles that pass, on their way at the least: so many registers are idle while a token is agreed on.
+constexpr int FRAGMENTS = 2 * K_PAIRS, DEPTH = FRAGMENTS < 8 ? FRAGMENTS : 8;
 constexpr int TILE_BYTES = ROWS * RANK * 2;
 constexpr int TAG_BITS = 15, INDEX_BITS = 17, COPY_STAGE = 15;
 constexpr int ROUNDS = (MAX_TILES * ROWS + THREADS - 1) / THREADS;  // rows of a thread, when one is chosen
@@ -249,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
     mine[k] = own ? load_by_policy(head + ((others + warp) * 2 * K_PAIRS + k) * 32 + lane, once) : make_uint4(0, 0, 0, 0);
   uint4 w[DEPTH];
   const uint4* mine_passing = head + (kept + warp) * (TILE_BYTES / 16) + lane;
-  if (PASSES && READ_AHEAD) begin_passing(w, warp < passing, mine_passing, keep);
+  if (PASSES) begin_passing(w, warp < passing, mine_passing, keep);
   prefetch_base(p, first * ROWS, rows);
   copy_base(p, s, 0, first * ROWS, rows);
   if (warp < MAX_REQUESTS) fetch_embedding(p, s, warp, warp < p.requests ? p.anchors[warp] : 0, lane);
@@ -257,7 +256,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
   for (int step = 0; step < p.steps && !s.failed; step++) {
     forget(lane);
     forget(warp);
-    if (PASSES && !READ_AHEAD) begin_passing(w, warp < passing, mine_passing, keep);
 #pragma unroll 1
     for (int n = warp; PASSES && n < passing; n += WARPS) {
       const uint4* from = head + (kept + n) * (TILE_BYTES / 16) + lane;
@@ -276,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
     __syncthreads();
     publish_best(p, s, step, first * ROWS, rows);
     copy_base(p, s, step + 1, first * ROWS, rows);
-    if (PASSES && READ_AHEAD) begin_passing(w, warp < passing && step + 1 < p.steps, mine_passing, keep);
+    if (PASSES) begin_passing(w, warp < passing && step + 1 < p.steps, mine_passing, keep);
     agree(p, s, step);
     __syncthreads();
   }

@@ -23,7 +23,7 @@ class MarkovPlan:
     """A head of `vocabulary` x `rank` bfloat16, its rows split over `ranks` GPUs, for up to `requests` at a time.
 
     A block has at most `tiles_a_block` tiles of 16 rows: one in the registers of each of 16 warps, `resident` in shared
-    memory; `passing` ones are read in every step, with `read_ahead` from before the step's token is agreed on.
+    memory; `passing` ones are read in every step, from before the step's token is agreed on.
     """
 
     vocabulary: int
@@ -31,7 +31,6 @@ class MarkovPlan:
     ranks: int = 1
     requests: int = 1
     blocks: int = 132
-    read_ahead: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -110,7 +109,6 @@ class MarkovPlan:
             "RESIDENT": self.resident,
             "MAX_REQUESTS": self.max_requests,
             "RANKS": self.ranks,
-            "READ_AHEAD": int(self.read_ahead),
             "SHARED_BYTES": self.shared_bytes,
             "MAX_RANKS": MAX_RANKS,
             "BLOCKS": self.blocks,
