@@ -3,9 +3,11 @@
     python benchmarks/attention_chain.py
 
 takes about 40 seconds on an H200. Arms are the same four kernels: `lowlat-nvidia`, launched early, and `general`, which
-starts each when the one before it has ended. Both are timed in several forms: the default; `two`, whose grouped
-projection has room for two blocks on a multiprocessor; `no-prefetch`, whose kernels ask for nothing that a later one
-reads; and both together. The lines after a number of rows say what share of `general` each form takes, and which won.
+starts each when the one before it has ended. Both are timed in several forms: the default; `weights-ahead`, whose
+kernels ask for later kernels' weights with any number of rows, but never for entries; `two-weights-ahead`, whose
+grouped projection has room for two blocks on a multiprocessor as well; and `few`, which does with any number of rows
+what the default does with one. The lines after a number of rows say what share of `general` each form takes, and which
+is the fastest.
 Weights and entries are random; four sets take turns. A sample is one graph of 16 regions, divided by 16.
 
     python benchmarks/attention_chain.py --stamps
@@ -33,9 +35,9 @@ from lowlat_nvidia.deepseek_v4.attention_chain import AttentionChain, ChainInput
 SETS, PASSES = 4, 4
 FORMS = {
     "": ChainPlan(),
-    " two": ChainPlan(group_alone=False),
-    " no-prefetch": ChainPlan(prefetch=False),
-    " two-no-prefetch": ChainPlan(group_alone=False, prefetch=False),
+    " weights-ahead": ChainPlan(weights_ahead=8, entries_ahead=0),
+    " two-weights-ahead": ChainPlan(weights_ahead=8, entries_ahead=0, beside=8),
+    " few": ChainPlan(weights_ahead=8, entries_ahead=8, beside=8),
 }
 PHASES = {
     "down": ("starts", "asks for weights", "x is there", "quantised", "multiplied", "published"),

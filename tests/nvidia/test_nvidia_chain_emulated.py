@@ -36,10 +36,8 @@ class EmulatedChain(chains.AttentionChain):
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedChain]:
     kernels = machine.Machine(machine.build(machine.CHAIN, PLAN.definitions(), tmp_path_factory.mktemp("chain")))
     shared = PLAN.shared()
-    functions = {
-        name: machine.EmulatedFunction(kernels, which, cluster, shared[name])
-        for which, (name, cluster) in enumerate({"down": 4, "up": 1, "attend": 8, "group": 4}.items())
-    }
+    numbers = {"down": (0, 4), "up": (1, 1), "attend": (2, 8), "group": (3, 4), "group_beside": (3, 4)}
+    functions = {name: machine.EmulatedFunction(kernels, *numbers[name], size) for name, size in shared.items()}
     torch.manual_seed(7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chains, "_kernels", lambda plan, device: functions)

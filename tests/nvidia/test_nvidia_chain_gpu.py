@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 PLANS = {
     "headline": ChainPlan(),
-    "beside": ChainPlan(group_alone=False, prefetch=False),
+    "of few rows": ChainPlan(weights_ahead=8, entries_ahead=8, beside=8),
     "small": ChainPlan(hidden=1024, latent=256, groups=2, group_outputs=128),
 }
 # FP8 quantisation of what comes between turns a last bit into a step of 1/16 for single values; relative to the norm.

@@ -34,8 +34,9 @@ class ChainDeadlineError(RuntimeError):
 class ChainPlan:
     """Sizes of one GPU's part. Raises ValueError with the field that does not fit.
 
-    `prefetch`: kernels ask for later kernels' weights, which wait for them in the L2. `group_alone`: blocks of the
-    grouped projection have a multiprocessor each; without, it takes two of them, or one beside one of attention's.
+    Up to `weights_ahead` rows, kernels ask for later kernels' weights, which wait for them in the L2; up to
+    `entries_ahead`, the second asks for the entries so. Up to `beside` rows a multiprocessor takes two blocks of the
+    grouped projection, or one beside one of attention's; with more rows those blocks have a multiprocessor each.
     `stamps`: blocks note when their phases end, in nanoseconds.
     """
 
@@ -43,8 +44,9 @@ class ChainPlan:
     latent: int = 1280
     groups: int = 2
     group_outputs: int = 1024
-    prefetch: bool = True
-    group_alone: bool = True
+    weights_ahead: int = 1
+    entries_ahead: int = 1
+    beside: int = 1
     stamps: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +72,8 @@ class ChainPlan:
         """Macros of the kernels."""
         return {
             "HIDDEN": self.hidden, "QUERY_LATENT": self.latent, "GROUPS": self.groups,
-            "GROUP_OUTPUTS": self.group_outputs, "PREFETCH": int(self.prefetch), "STAMPS": int(self.stamps),
+            "GROUP_OUTPUTS": self.group_outputs, "WEIGHTS_AHEAD": self.weights_ahead,
+            "ENTRIES_AHEAD": self.entries_ahead, "STAMPS": int(self.stamps),
             **{f"{name.upper()}_SHARED": size for name, size in self.shared().items()},
         }  # fmt: skip
 
@@ -81,7 +84,7 @@ class ChainPlan:
         group = _product_bytes(self.group_inputs // CLUSTER, CLUSTER)
         return {
             "down": _product_bytes(self.hidden // CLUSTER, CLUSTER), "up": max(_product_bytes(self.latent, 1), ALONE),
-            "attend": attend, "group": max(group, ALONE) if self.group_alone else group,
+            "attend": attend, "group": max(group, ALONE), "group_beside": group,
         }  # fmt: skip
 
 
@@ -158,13 +161,13 @@ def pack_product(weight_OK: Tensor) -> Tensor:
 
 @functools.cache
 def _kernels(plan: ChainPlan, device: int) -> dict[str, Function]:
-    """The four kernels of a plan: the layers of a model share them, and a GPU's instruction caches keep them."""
+    """The four kernels of a plan, the last one in both sizes.
+
+    The layers of a model share them, and a GPU's instruction caches keep them.
+    """
     cubin, _ = compile_cubin("attention_chain.cu", plan.definitions())
-    shared = plan.shared()
-    return {
-        name: Function(cubin, f"{name}_project" if name != "attend" else name, shared[name])
-        for name in ("down", "up", "attend", "group")
-    }
+    entries = {"down": "down_project", "up": "up_project", "attend": "attend"}
+    return {name: Function(cubin, entries.get(name, "group_project"), shared) for name, shared in plan.shared().items()}
 
 
 class AttentionChain:
@@ -211,7 +214,8 @@ class AttentionChain:
         stream = stream or torch.cuda.current_stream().cuda_stream
         parameters, rows = self.parameters(inputs), len(inputs.x_RH)
         for name, blocks in self.launches(rows).items():
-            self.kernels[name].launch_early(blocks, THREADS, parameters, stream, dependent=early)
+            kernel = self.kernels["group_beside" if name == "group" and rows <= self.plan.beside else name]
+            kernel.launch_early(blocks, THREADS, parameters, stream, dependent=early)
         return self.out_RO[:rows]
 
     def parameters(self, inputs: ChainInputs) -> _Chain:
