@@ -5,10 +5,9 @@
 takes about 60 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
 whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
 PyTorch's top-k, sort and counts between them. `products` are first and second products alone, launched early as in the
-mixture (each waits for all of the one before), for the read ceiling. Forms beside the default: `rows-first` asks for
-rows before experts are known and quantises them behind that, `down-ahead` brings more of down into the L2 while
-activations are waited for, `sum-beside` has room for the weighted sum beside the products; and all together. The line
-after a window names the winner.
+mixture (each waits for all of the one before), for the read ceiling. Forms beside the default: `two-pages` asks for two
+pages of weights before the first has come, in place of four, so that rows queue behind less; `take-ahead` has rows of
+down made of activations while gate and up go on; and both. The line after a window names the winner.
 Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of eight
 windows, divided by eight.
 """
@@ -37,15 +36,14 @@ SETS, PASSES = 4, 2
 DEFAULT = "lowlat-nvidia"
 FORMS = {
     DEFAULT: {},
-    f"{DEFAULT} rows-first": {"rows_first": True},
-    f"{DEFAULT} down-ahead": {"down_ahead": True},
-    f"{DEFAULT} sum-beside": {"sum_beside": True},
-    f"{DEFAULT} together": {"rows_first": True, "down_ahead": True, "sum_beside": True},
+    f"{DEFAULT} two-pages": {"first_pages": 2},
+    f"{DEFAULT} take-ahead": {"take_ahead": True},
+    f"{DEFAULT} both": {"first_pages": 2, "take_ahead": True},
 }
 OF_A_WINDOW = {
-    "window": (DEFAULT, f"{DEFAULT} rows-first"),
+    "window": (DEFAULT, f"{DEFAULT} two-pages"),
     "mixture": tuple(FORMS),
-    "products": tuple(name for name in FORMS if not name.endswith("sum-beside")),
+    "products": tuple(FORMS),
 }
 
 

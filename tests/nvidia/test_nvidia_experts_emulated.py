@@ -27,8 +27,10 @@ class EmulatedProducts(machine.OneAtATime):
         super().launch_early(blocks, threads, parameters, stream)
 
 
-def emulate(plan: ExpertsPlan, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    kernels = machine.Machine(machine.build(machine.EXPERTS, plan.definitions(), folder))
+def emulate(
+    plan: ExpertsPlan, patch: pytest.MonkeyPatch, folder: Path, changes: dict[str, tuple[str, str]] | None = None
+) -> None:
+    kernels = machine.Machine(machine.build(machine.EXPERTS, plan.definitions(), folder, changes or {}))
     patch.setattr(experts, "compile_cubin", lambda name, definitions: (b"", ""))
     patch.setattr(experts, "Function", lambda cubin, name, shared: EmulatedProducts(kernels, name, shared))
 
@@ -40,7 +42,7 @@ def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.Monkey
     weights = experts_reference.random_experts(PLAN.experts, PLAN.hidden, PLAN.inner, "cpu")
     gate = (torch.randn(PLAN.experts, PLAN.hidden) / PLAN.hidden**0.5).bfloat16()
     mixture = experts.RoutedExperts(PLAN, gate, torch.randn(PLAN.experts) * 0.1, weights)
-    forms = [dataclasses.replace(PLAN, rows_first=True, down_ahead=True)]
+    forms = [dataclasses.replace(PLAN, first_pages=2, take_ahead=True)]
     for rows in (7, 1):
         x = torch.randn(rows, PLAN.hidden).bfloat16()
         mixture.logits_RE[:rows] = x.float() @ gate.float().T
@@ -65,3 +67,29 @@ def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.Monkey
             mixture.with_plan(plan).products(mixture.parameters(x, listed), 1)
             mixture.check()
             assert torch.equal(mixture.parts[:rows], kept[:rows])
+
+
+def test_rows_of_down_are_made_ahead_where_activations_have_come(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Blocks of the first experts, one and two of them, find their rows made; those of the last make them as ever."""
+    torch.manual_seed(4)
+    plan = dataclasses.replace(PLAN, inner=256, multiprocessors=23)
+    emulate(plan, monkeypatch, tmp_path)
+    weights = experts_reference.random_experts(plan.experts, plan.hidden, plan.inner, "cpu")
+    gate = (torch.randn(plan.experts, plan.hidden) / plan.hidden**0.5).bfloat16()
+    mixture = experts.RoutedExperts(plan, gate, torch.randn(plan.experts) * 0.1, weights)
+    x = torch.randn(7, plan.hidden).bfloat16()
+    mixture.logits_RE[:7] = x.float() @ gate.float().T
+    mixture.products(mixture.parameters(x), 1)
+    mixture.check()
+    kept = mixture.parts.clone()
+    asked = "    if (!TAKE_AHEAD || s.late)"
+    noted = {"experts.cu": (asked, "    if (thread == 0) p.out[blockIdx.x] = s.late ? 0 : slots;\n" + asked)}
+    ahead = dataclasses.replace(plan, take_ahead=True)
+    emulate(ahead, monkeypatch, tmp_path, noted)
+    mixture.parts.fill_(float("nan"))
+    mixture.with_plan(ahead).products(mixture.parameters(x), 1)
+    mixture.check()
+    assert torch.equal(mixture.parts[:7], kept[:7])
+    assert set(mixture.out_RH.flatten()[: plan.multiprocessors].tolist()) == {0.0, 1.0, 2.0}

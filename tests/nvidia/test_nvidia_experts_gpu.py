@@ -91,8 +91,8 @@ def test_forms_of_the_plan_change_no_bit(built, given):
         listed = torch.zeros(1 + MAX_ROWS * mixture.plan.top, dtype=torch.int32, device="cuda")
         listed[0], listed[1 : 1 + len(distinct)] = len(distinct), distinct
     stream = torch.cuda.current_stream().cuda_stream
-    every = {"rows_first": True, "down_ahead": True, "sum_beside": True}
-    for changed in (*({name: True} for name in every), every):
+    forms: list[dict[str, int]] = [{"first_pages": 2}, {"take_ahead": True}, {"first_pages": 2, "take_ahead": True}]
+    for changed in forms:
         form = mixture.with_plan(dataclasses.replace(mixture.plan, **changed))
         for _ in range(100):
             parameters = form.parameters(x, listed)

@@ -12,6 +12,7 @@ from lowlat_nvidia.deepseek_v4.experts import pack_first, pack_second
 from lowlat_nvidia.deepseek_v4.experts_plan import (
     BLOCK_SHARED_BYTES,
     PAIR_BYTES,
+    SUM_THREADS,
     THREADS,
     WARPS,
     ExpertsPlan,
@@ -99,9 +100,7 @@ def test_choice_prefers_the_lowest_number_and_leaves_the_bias_out_of_weights():
     torch.testing.assert_close(weights.sum(-1), torch.full((2,), 1.5))
 
 
-@pytest.mark.parametrize(
-    "plan", [ExpertsPlan(), ExpertsPlan(rows_first=True, down_ahead=True, sum_beside=True), SMALL], ids=str
-)
+@pytest.mark.parametrize("plan", [ExpertsPlan(), ExpertsPlan(first_pages=2, take_ahead=True), SMALL], ids=str)
 def test_the_kernels_compile_without_spills(plan):
     pytest.importorskip("cuda.bindings.nvrtc")
     from lowlat_nvidia.jit import compile_cubin
@@ -111,5 +110,4 @@ def test_the_kernels_compile_without_spills(plan):
     names = re.findall(r"Compiling entry function '(\w+)'", log)
     registers = [(int(found) + 7) // 8 * 8 for found in re.findall(r"Used (\d+) registers", log)]
     of = dict(zip(names, registers, strict=True))
-    if plan.sum_beside:
-        assert of["experts_products"] * THREADS + of["experts_sum"] * plan.sum_threads <= 65536
+    assert of["experts_products"] * THREADS + of["experts_sum"] * SUM_THREADS <= 65536

@@ -55,28 +55,24 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const Params p) {
   Shared& s = *(Shared*)dynamic_shared();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  constexpr int BARRIERS = PAGES + 2 * PLACES + 2 * BUFFERS, WHOLE = PAGES + 2 * PLACES;
+  constexpr int WHOLE = PAGES + 2 * PLACES, TAKEN = WHOLE + BUFFERS, GATHERED = TAKEN + BUFFERS, BARRIERS = GATHERED + 2;
+  if (thread == 0) s.late = 0;
   if (thread < BARRIERS) {
-    barrier_init(shared_address(s.full + thread), thread >= WHOLE && thread < WHOLE + BUFFERS ? WARPS : 1);
+    const int arrivals = thread >= GATHERED ? FINISHERS : thread >= WHOLE && thread < TAKEN ? WARPS : 1;
+    barrier_init(shared_address(s.full + thread), arrivals);
     barriers_ready();
   }
   Rows rows;
-  if (ROWS_FIRST) {
-    if (p.listed) wait_for_earlier_kernel();
-    fetch_rows(p, rows, warp, lane);  // on their way while experts are looked up
-  } else if (!p.listed) {  // the router has the rows, too
-    fetch_rows(p, rows, warp, lane);
-    quantise_rows(rows, lane);
-  }
+  if (!p.listed) fetch_rows(p, rows, warp, lane);  // the router has them, too: they come while it runs
   wait_for_earlier_kernel();
-  const u32 last = __ldcg(p.epochs + blockIdx.x);
   choose(p, s.choice, s.scores);
   let_next_kernel_start();
   const Work work = share_work(s.choice.count);
   const u64 policy = read_once_policy();
-  if (warp < PAGES / 2 && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
-  if (!ROWS_FIRST && p.listed) fetch_rows(p, rows, warp, lane);  // after the weights are on their way
-  if (thread == 0) p.epochs[blockIdx.x] = last + 1;
+  if (warp < BEGUN && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
+  if (p.listed) fetch_rows(p, rows, warp, lane);  // after the weights are on their way
+  const u32 epoch = s.choice.epoch;
+  if (thread == 0) p.epochs[blockIdx.x] = epoch;
   if (blockIdx.x == 0 && !p.listed && warp < p.rows && lane < TOP) {
     p.chosen[warp * TOP + lane] = s.choice.chosen[warp][lane];
     p.weights[warp * TOP + lane] = s.choice.weights[warp][lane];
@@ -86,21 +82,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
   const int first_slot = work.second / SECOND_TILES, slots = (work.second_end - 1) / SECOND_TILES - first_slot + 1;
   if (warp >= WARPS) {
     give_registers<64>();
-    finish_first(p, s, work, warp - WARPS, lane, policy, last + 1);
-    if (down) named_arrive(2, THREADS);
-    if (down && warp == WARPS) fetch_second(p, s, work, lane);
+    finish_first(p, s, work, {first_slot, warp - WARPS, down ? slots * GROUPS : 0}, warp - WARPS, lane, policy, epoch);
+    if (down && !TAKE_AHEAD) named_arrive(2, THREADS);
     if (down && warp == WARPS) refill_second(p, s, work, lane, policy);
   } else {
     take_registers<104>();
-    if (ROWS_FIRST || p.listed) quantise_rows(rows, lane);
+    quantise_rows(rows, lane);
     multiply_first(p, s, rows, work, warp, lane);
     if (!down) return;
-    take_activations(p, s, first_slot, slots, warp, lane, last + 1);
+    if (TAKE_AHEAD) wait_for(p, &s.ready, 0, 3);
+    if (!TAKE_AHEAD || s.late) take_activations(p, s, first_slot, slots, warp, lane, epoch);
     multiply_second(p, s, work, first_slot, warp, lane);
   }
 }
 
-// Sums in the order of the choices.
+// Sums in the order of the choices. Blocks are so small that they start beside those of the products, and wait there.
+constexpr int SUM_THREADS = 128;
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) experts_sum(const Params p) {
   wait_for_earlier_kernel();
   const int i = blockIdx.x * SUM_THREADS + threadIdx.x, row = i / (HIDDEN / 4), n = i % (HIDDEN / 4);

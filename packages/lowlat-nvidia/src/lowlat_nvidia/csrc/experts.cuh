@@ -33,8 +33,10 @@ struct Params {
   u32 zero;                // 0, which the compiler does not know
 };
 
-// Of the experts that any row chose: their numbers in ascending order; and what each row chose, best first.
+// The launch's number. Of the experts that any row chose: their numbers in ascending order; and what each row chose, best
+// first.
 struct Choice {
+  u32 epoch;
   int count;
   u32 masks[EXPERTS];
   int experts[MAX_ROWS * TOP];
@@ -84,6 +86,7 @@ DEV void choose_row(const Params& p, Choice& c, const float2* scores, int row, i
 // shared memory, without and with the bias.
 DEV void choose(const Params& p, Choice& c, float2* scores) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const u32 last = __ldcg(p.epochs + blockIdx.x);
   for (int e = thread; e < EXPERTS; e += THREADS) c.masks[e] = 0;
   if (!p.listed) {
     constexpr int EACH = (MAX_ROWS * EXPERTS + THREADS - 1) / THREADS;
@@ -101,6 +104,7 @@ DEV void choose(const Params& p, Choice& c, float2* scores) {
       scores[place] = make_float2(score, score + bias[i]);
     }
   }
+  if (thread == 0) c.epoch = last + 1;
   __syncthreads();
   if (p.listed) {
     if (thread == 0) c.count = p.listed[0];

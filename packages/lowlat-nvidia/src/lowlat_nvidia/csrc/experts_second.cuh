@@ -1,10 +1,10 @@
 // Down: activations of other blocks become rows of the matrix instructions, a warp has tiles of its own.
 #pragma once
-#include "experts_ring.cuh"
+#include "experts_ahead.cuh"
 
 // The activations of the experts of this block's outputs, as rows of matrix instructions. They come from other blocks.
 DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots, int warp, int lane, u32 epoch) {
-  constexpr int GROUPS = INNER / GROUP, EACH = (2 * GROUPS + WARPS - 1) / WARPS;
+  constexpr int EACH = (2 * GROUPS + WARPS - 1) / WARPS;
   const int row = lane / 4;
   uint4 got[EACH][4], x[EACH];
   u32 powers[EACH], polls = 0, unit0 = 0, unit1 = 0;
@@ -20,8 +20,7 @@ DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots,
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int u = i * WARPS + warp;
-      const u8* at = p.inner + (((long long)(first_slot + u / GROUPS) * MAX_ROWS + row) * INNER + u % GROUPS * GROUP +
-                                lane % 4 * 8) * 8;
+      const u8* at = activations_at(p, first_slot, u, row, lane);
 #pragma unroll
       for (int j = 0; j < 4; j++)
         if (got[i][j].y != epoch || got[i][j].w != epoch) got[i][j] = load_exchange(at + j * 16);
@@ -46,7 +45,8 @@ DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots,
     if (u >= GROUPS && u < slots * GROUPS) unit1 = max(unit1, powers[i]);
   }
   if (lane % 4 == 0) s.most[0][warp][row] = unit0, s.most[1][warp][row] = unit1;
-  named_sync(2, THREADS);  // partial sums are no longer read, too: rows take their place
+  if (TAKE_AHEAD) named_sync(1, 32 * WARPS);
+  else named_sync(2, THREADS);  // partial sums are no longer read, too: rows take their place
 #pragma unroll
   for (int w = lane % 4; w < WARPS; w += 4) unit0 = max(unit0, s.most[0][w][row]), unit1 = max(unit1, s.most[1][w][row]);
 #pragma unroll
@@ -122,17 +122,6 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
   }
 }
 
-// One warp: tiles that the ring has no room for yet, on their way to the L2 while other blocks' activations are waited for.
-DEV void fetch_second(const Params& p, const Shared& s, const Work& work, int lane) {
-  if (!DOWN_AHEAD || lane * PAGE_TILES >= PLACES) return;
-  const int from = work.second + PLACES + lane * PAGE_TILES, end = min(from + PAGE_TILES, work.second_end);
-  for (int item = from; item < end;) {  // of one expert they lie side by side
-    const int tile = item % SECOND_TILES, count = min(end - item, SECOND_TILES - tile);
-    const long long place = (long long)s.choice.experts[item / SECOND_TILES] * SECOND_TILES + tile;
-    fetch_into_l2(p.second + place * SECOND_TILE, count * SECOND_TILE);
-    item += count;
-  }
-}
 // One warp, a lane a place: fills it again when its tile has been read.
 DEV void refill_second(const Params& p, Shared& s, const Work& work, int lane, u64 policy) {
   int n = lane + PLACES, polls = 0;

@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, THREADS, WARPS, ExpertsPlan
+from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, SUM_THREADS, THREADS, WARPS, ExpertsPlan
 from lowlat_nvidia.deepseek_v4.experts_reference import ExpertWeights
 from lowlat_nvidia.formats import fp4_codes
 from lowlat_nvidia.jit import Function, compile_cubin
@@ -157,9 +157,8 @@ class RoutedExperts:
 
     def weighted_sum(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
         """Sum over a row's experts in the order of their choice."""
-        threads = self.plan.sum_threads
-        blocks = -(-parameters.rows * self.plan.hidden // 4 // threads)
-        self._sum.launch_early(blocks, threads, parameters, stream, dependent=early)
+        blocks = -(-parameters.rows * self.plan.hidden // 4 // SUM_THREADS)
+        self._sum.launch_early(blocks, SUM_THREADS, parameters, stream, dependent=early)
 
     def run(self, x_RH: Tensor, stream: int | None = None) -> Tensor:
         """The routed experts' sum [R, H] float32, a view that the next run overwrites. Capturable in graphs."""

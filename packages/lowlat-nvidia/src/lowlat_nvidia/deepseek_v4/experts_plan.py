@@ -9,6 +9,8 @@ WARPS = 16
 FINISHERS = 4
 """Warps that sum over the others."""
 THREADS = 32 * (WARPS + FINISHERS)
+SUM_THREADS = 128
+"""Of a block of the weighted sum: what registers of the products leave room for on a multiprocessor."""
 MAX_ROWS = 8
 GROUP = 32
 """Inputs that share a scale."""
@@ -36,14 +38,11 @@ class ExpertsPlan:
     """Bound of gate and up: `swiglu_limit`."""
     scaling: float = 1.5
     multiprocessors: int = 132
-    rows_first: bool = False
-    """Rows are asked for before experts are known, and quantised when weights are on their way. Without, they are
-    quantised before the router is waited for, and where experts are given they are asked for behind the weights."""
-    down_ahead: bool = False
-    """As much of down as the ring holds is brought into the L2, behind it, while activations are waited for."""
-    sum_beside: bool = False
-    """Blocks of the weighted sum are so small that they start beside those of the products, whose registers leave room
-    for 128 threads on a multiprocessor."""
+    first_pages: int = 4
+    """Pages that are asked for before the first has come, 2 or 4: where the products have no router before them, rows
+    queue behind these."""
+    take_ahead: bool = False
+    """The finishers make rows of down of activations that have come, during gate and up."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -51,6 +50,7 @@ class ExpertsPlan:
             (self.inner % 64 != 0 or self.inner > 1024, f"inner {self.inner}: a multiple of 64, at most 1024"),
             (self.experts % 32 != 0 or self.experts > 512, f"experts {self.experts}: a multiple of 32, at most 512"),
             (not 1 <= self.top <= 16, f"top {self.top}: 1 to 16"),
+            (self.first_pages not in (2, 4), f"first_pages {self.first_pages}: 2 or 4"),
             (
                 4 * min(MAX_ROWS * self.top, self.experts) > 3 * self.multiprocessors,
                 f"top {self.top}: outputs of one of {self.multiprocessors} blocks would be of three experts",
@@ -59,11 +59,6 @@ class ExpertsPlan:
         found = [text for wrong, text in problems if wrong]
         if found:
             raise ExpertsPlanError("; ".join(found))
-
-    @property
-    def sum_threads(self) -> int:
-        """Threads of a block of the weighted sum."""
-        return 128 if self.sum_beside else 256
 
     @property
     def first_pairs(self) -> int:
@@ -93,10 +88,13 @@ class ExpertsPlan:
 
     @property
     def _ring_at(self) -> int:
-        sums = max(BUFFERS * WARPS * 16 * MAX_ROWS * 4, 2 * 2 * MAX_ROWS * self.inner)
-        choice = 4 * (1 + self.experts) + 12 * MAX_ROWS * self.top
-        barriers = 8 * (9 * MAX_PAGES + 2 * BUFFERS)
-        return -(-(sums + 2 * (WARPS + FINISHERS) * MAX_ROWS * 4 + choice + barriers + 256) // 128) * 128
+        sums, rows = BUFFERS * WARPS * 16 * MAX_ROWS * 4, 2 * 2 * MAX_ROWS * self.inner
+        places = sums + rows if self.take_ahead else max(sums, rows)
+        choice = 4 * (2 + self.experts) + 12 * MAX_ROWS * self.top
+        barriers = 8 * (9 * MAX_PAGES + 2 * BUFFERS + 2)
+        powers = 4 * (2 * self.inner // GROUP * MAX_ROWS + 1)
+        fixed = places + 2 * (WARPS + FINISHERS) * MAX_ROWS * 4 + choice + barriers + powers
+        return -(-(fixed + 256) // 128) * 128
 
     @property
     def pages(self) -> int:
@@ -118,7 +116,6 @@ class ExpertsPlan:
             "LIMIT": self.limit,
             "PAGES": self.pages,
             "RING": self._ring_at,
-            "ROWS_FIRST": int(self.rows_first),
-            "DOWN_AHEAD": int(self.down_ahead),
-            "SUM_THREADS": self.sum_threads,
+            "BEGUN": min(self.first_pages, self.pages // 2),
+            "TAKE_AHEAD": int(self.take_ahead),
         }
