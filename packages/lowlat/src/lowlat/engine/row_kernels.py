@@ -219,7 +219,13 @@ class _Batch:
         def run() -> torch.Tensor:
             return torch.stack([model.mixed(layer, qkv_RYD, keys, values, self.step) for layer, keys, values in layers])
 
-        return Chain(self.of, run, lambda: torch.stack([pool[places_R] for pool in pools]))
+        def written() -> torch.Tensor:
+            found = torch.stack([pool[places_R] for pool in pools])
+            for pool in pools:
+                pool[places_R] = 0  # so that the other way has to write it, too
+            return found
+
+        return Chain(self.of, run, written)
 
 
 def _replayed(chain: Chain) -> tuple[list[torch.Tensor], float]:
