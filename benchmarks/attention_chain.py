@@ -2,7 +2,7 @@
 
     python benchmarks/attention_chain.py
 
-takes about 40 seconds on an H200. Arms are the same four kernels: `lowlat-nvidia`, launched early, and `general`, which
+takes about 15 seconds on an H200. Arms are the same four kernels: `lowlat-nvidia`, launched early, and `general`, which
 starts each when the one before it has ended. Both are timed in several forms: the default; `weights-ahead`, whose
 kernels ask for later kernels' weights with any number of rows, but never for entries; `two-weights-ahead`, whose
 grouped projection has room for two blocks on a multiprocessor as well; and `few`, which does with any number of rows

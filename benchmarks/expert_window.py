@@ -2,7 +2,7 @@
 
     python benchmarks/expert_window.py
 
-takes about 60 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
+takes about 20 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
 whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
 PyTorch's top-k, sort and counts between them. `products` are first and second products alone, launched early as in the
 mixture (each waits for all of the one before), for the read ceiling. Forms beside the default: `two-pages` asks for two
