@@ -60,21 +60,23 @@ FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "llama-1b": (
         JOINT,
-        {"units": 8},
-        {**RING, "units": 8},
-        {**RING, "units": 8, "under_way": 3},
+        {**RING},
+        {**RING, "under_way": 3},
+        {"ring_limit": 160 * 1024, "units": 8},
         {"weights_ahead": 2},
         {"weights_ahead": 4},
+        {**RING, "weights_ahead": 2},
         {"release_early": True},
-        {"early": True},
     ),
     "qwen3-8b": (
         JOINT,
+        {**RING},
+        {**RING, "under_way": 3},
         {"weights_ahead": 1},
         {"weights_ahead": 2},
         {"weights_ahead": 4},
+        {**RING, "weights_ahead": 2},
         {"release_early": True},
-        {"early": True},
     ),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
@@ -82,6 +84,7 @@ FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
         JOINT,
         {"under_way": 4},
         {"under_way": 7},
+        {"units": 16},
         {"release_early": True},
         {"units_under_way": 1},
         {"early": False},
@@ -240,7 +243,7 @@ def torch_step(
 
 
 class Report:
-    def __init__(self, path: Path, commit: str, tree: str, ceiling: float) -> None:
+    def __init__(self, path: Path, name: str, commit: str, tree: str, ceiling: float) -> None:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         driver = driver.partition("\n")[0]  # a line a GPU
@@ -252,7 +255,7 @@ class Report:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         command = " ".join(["python benchmarks/dense_step_arms.py", *sys.argv[1:]])
         self.body = {
-            "schema": 1, "name": "dense-step", "date": now, "commit": commit, "tree": tree, "command": command,
+            "schema": 1, "name": name, "date": now, "commit": commit, "tree": tree, "command": command,
             "machine": {**machine, "torch": torch.__version__, "python": platform.python_version()},
             "simulated": {"weights": True, "acceptance": False}, "read_ceiling_tb_s": round(ceiling / 1e12, 3),
             "rows": [],
@@ -325,7 +328,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="compile nothing more after this long")
     args = parser.parse_args()
     begin = time.time()
-    report = Report(args.out, args.commit, args.tree, read_ceiling())
+    report = Report(
+        args.out, "dense-step-forms" if args.forms else "dense-step", args.commit, args.tree, read_ceiling()
+    )
     print(f"read ceiling {report.ceiling / 1e12:.3f} TB/s", flush=True)
     verdicts: list[str] = []
     for name in args.models.split(","):

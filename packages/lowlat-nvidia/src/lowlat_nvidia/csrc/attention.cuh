@@ -152,7 +152,7 @@ DEV void store_attention(Context& c, int place, Accumulator& acc) {
   if (c.q == 0)
     *(float2*)c.s.merge[c.part_parity][place][c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
   if (c.q >= GROUP / 2) return;
-  float4* to = (float4*)(part_now(c) + place * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
+  float4* to = (float4*)(attention_sums(c) + place * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
 #pragma unroll
   for (int i = 0; i < TILES_OUT; i++)
     to[i * 8 * (GROUP / 2)] = make_float4(acc.out[i][0], acc.out[i][1], acc.out[i][2], acc.out[i][3]);
@@ -166,7 +166,7 @@ DEV void publish_splits(Context& c, int first, int last, int head, int split) {
     const int row = first + i / ROW_PARTS, piece = i % ROW_PARTS;
     const int q = piece % (GROUP / 2), g = piece / (GROUP / 2) % 8, tile = piece / (GROUP / 2) / 8;
     const int place = k.place[row], sums = min(k.first_unit[row + 1] - k.first_unit[row], WARPS);
-    const float4* part = (const float4*)(part_now(c) + place * GROUP_DIM) + piece;
+    const float4* part = (const float4*)(attention_sums(c) + place * GROUP_DIM) + piece;
     float4 m[WARPS], x[WARPS];  // maximum and sum of head 2q, then of head 2q + 1; the piece itself
     float top[2] = {-1e30f, -1e30f}, sum[2] = {}, out[4] = {};
 #pragma unroll

@@ -12,15 +12,15 @@ constexpr int W_HELD = 4 * ROW_WORDS;             // residuals after a layer, fl
 constexpr int W_SUMS = 4 * ROW_WORDS + HIDDEN;    // [WARPS, HIDDEN] partial sums of the output projection, float32
 static_assert(HEAD_SLICES * KV_HEADS == WARPS && (HELD == 2 || HELD % 4 == 0) && GROUP_DIM == THREADS && COPIES <= 4, "");
 static_assert((WARPS + 1) * HIDDEN <= ROW_WORDS && LAYER_FRAGMENTS % PAGE_FRAGMENTS == 0, "");
-static_assert(WARPS * GROUP_DIM + HIDDEN / 2 <= PART_FLOATS && GROUP_DIM / 2 + BLOCK_HIDDEN <= HIDDEN / 2, "room beside attention's sums");
+static_assert(PART_SUMS + HIDDEN / 2 <= PART_FLOATS && GROUP_DIM / 2 + BLOCK_HIDDEN <= HIDDEN / 2, "room beside attention's sums");
 
 struct Held {
   float residual[HELD];
   u32 norm[HELD / 2];  // of what is normed next
 };
-DEV unsigned short* normed_here(Context& c) { return (unsigned short*)(c.s.part[0] + WARPS * GROUP_DIM) + c.warp * (HIDDEN / WARPS); }
-DEV unsigned short* heads_here(Context& c) { return (unsigned short*)(c.s.part[1] + WARPS * GROUP_DIM); }
-DEV float* own_here(Context& c) { return c.s.part[1] + WARPS * GROUP_DIM + GROUP_DIM / 2; }
+DEV unsigned short* normed_here(Context& c) { return (unsigned short*)(c.s.part[0] + PART_SUMS) + c.warp * (HIDDEN / WARPS); }
+DEV unsigned short* heads_here(Context& c) { return (unsigned short*)(c.s.part[1] + PART_SUMS); }
+DEV float* own_here(Context& c) { return c.s.part[1] + PART_SUMS + GROUP_DIM / 2; }
 
 #if ONE_ROW
 // A warp reads the output projection's weights where another warp's lie.

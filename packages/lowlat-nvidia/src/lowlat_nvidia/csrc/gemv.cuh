@@ -4,9 +4,11 @@
 #pragma once
 #include "layout.cuh"
 
-// Partial sums of up to 8 tiles of 8 rows; with one row attention's take more, and beside them lies what is folded.
-constexpr int PART_FLOATS = ROWS > 1 ? WARPS * 8 * ROWS * 8 : WARPS * GROUP_DIM + (FOLD ? HIDDEN / 2 : 0);
-constexpr int PARTS = PART_FLOATS / GROUP_DIM;  // warps' sums of rows that attention joins at once
+// Partial sums of up to 8 tiles. Attention's warps leave theirs there too; with one row, where that would be the most of it, once
+// and not twice. What is folded lies behind.
+constexpr int PART_SUMS = ROWS > 1 ? WARPS * GROUP_DIM : WARPS * 8 * 8;
+constexpr int PART_FLOATS = ROWS > 1 ? WARPS * 8 * ROWS * 8 : PART_SUMS + (FOLD ? HIDDEN / 2 : 0);
+constexpr int PARTS = ROWS > 1 ? PART_FLOATS / GROUP_DIM : WARPS;  // warps' sums of rows that attention joins at once
 // Keys, then values, of a unit of the cache: panels of 16 tokens x 64 elements, as the copy engine writes them (see swizzled).
 constexpr int UNIT_TOKENS = 16, PANEL = UNIT_TOKENS * 128, UNIT = 2 * HEAD_DIM / 64 * PANEL;
 static_assert(PARTS >= WARPS && PART_FLOATS >= WARPS * 8 * ROWS * 8, "");
@@ -25,6 +27,7 @@ struct Control {
 };
 struct __align__(16) Shared {
   float part[2][PART_FLOATS];         // [warp][tile][row][output]; attention merges heads here too
+  float joined[ROWS > 1 ? 4 : WARPS * GROUP_DIM];  // attention of one row: its warps' sums
   float square[2][WARPS][ROWS];   // partial sums of squares
   float merge[2][PARTS][8][2];        // attention: maximum and sum of each of a row's warps and head
   alignas(16) Control control;
@@ -218,6 +221,8 @@ DEV void multiply_narrow(Context& c, const uint4 (&a)[CHUNK], float (&d)[2]) {
 }
 
 DEV float* part_now(Context& c) { return c.s.part[c.part_parity]; }
+// Of one row there are stages between two uses of it.
+DEV float* attention_sums(Context& c) { return ROWS > 1 ? part_now(c) : c.s.joined; }
 // Partial sums of 8 outputs, of which a lane has output g of rows 2q and 2q + 1.
 DEV void store_partial(Context& c, int tile, float first, float second) {
   float* at = part_now(c) + ((c.warp * 8 + tile) * ROWS + 2 * c.q) * 8 + c.g;

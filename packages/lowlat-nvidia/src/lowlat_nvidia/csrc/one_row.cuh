@@ -151,7 +151,7 @@ DEV void publish_split_one(Context& c, int head, int split) {
 #pragma unroll
   for (int d = c.thread; d < GROUP_DIM; d += THREADS) {
     const int h = d / HEAD_DIM, element = d % HEAD_DIM, g = element % 8, tile = element / 16;
-    const float* part = part_now(c) + ((tile * 8 + g) * (GROUP / 2) + h / 2) * 4 + h % 2 + element / 8 % 2 * 2;
+    const float* part = attention_sums(c) + ((tile * 8 + g) * (GROUP / 2) + h / 2) * 4 + h % 2 + element / 8 % 2 * 2;
     float2 m[WARPS];
     float top = -1e30f, sum = 0.f, out = 0.f, x[WARPS];
 #pragma unroll

@@ -209,9 +209,9 @@ class DensePlan:
         """Shared memory of a block beside the rings of weights and of the cache, barriers of both included."""
         s = self.shape
         rows, group_dim = 1 if self.one_row else MAX_ROWS, s.qdim // s.kv_heads
-        partial = WARPS * group_dim + self.folded * s.hidden // 2 if self.one_row else WARPS * 8 * MAX_ROWS * 8
-        joined = partial // group_dim  # warps whose sums attention joins at once
-        sums = 2 * 4 * (partial + WARPS * rows + joined * 8 * 2)
+        partial = WARPS * 8 * 8 + self.folded * s.hidden // 2 if self.one_row else WARPS * 8 * MAX_ROWS * 8
+        joined = WARPS if self.one_row else partial // group_dim  # warps whose sums attention joins at once
+        sums = 2 * 4 * (partial + WARPS * rows + joined * 8 * 2) + 4 * (WARPS * group_dim if self.one_row else 4)
         control = 32 + rows * (9 * 4 + 8 + 4 * s.head_dim)
         control += 16 * s.layers + 2 * (2 * s.layers + 1) * s.hidden // BLOCKS
         if s.qkv_bias:
