@@ -202,6 +202,15 @@ def test_a_time_for_all_leaves_time_to_measure(small: Recipe, tmp_path: Path, mo
         train(msgspec.structs.replace(small, seconds=1e-3), tmp_path / "other", print)
 
 
+def test_an_output_that_cannot_be_is_found_out_before_anything_is_written(small: Recipe, tmp_path: Path):
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    with pytest.raises(OSError, match="file"):
+        train(small, tmp_path / "file" / "draft", print, said.append)
+    assert said
+    assert not any("writes" in text for text in said)
+
+
 def test_the_command_refuses_what_would_not_be_learnt(small: Recipe, tmp_path: Path):
     command = ["train-draft", "--model", small.model, "--data", small.data[0], "--output", str(tmp_path / "x")]
     result = CliRunner().invoke(main.app, [*command, "--cooling", "0", "--accepting", "0.8"])

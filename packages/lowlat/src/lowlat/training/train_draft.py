@@ -46,7 +46,7 @@ def train(
         resume: go on with a training that did not finish, if `output` has one.
         save_s: seconds between the states that are kept there, from which it can go on.
 
-    Raises `RecipeError`, `TextError`, `CheckpointError`, `UnsupportedModelError`, `DraftFileError`.
+    Raises `RecipeError`, `TextError`, `CheckpointError`, `UnsupportedModelError`, `DraftFileError`, `OSError`.
     """
     return _Training(recipe, output, say, resume=resume).run(tell, save_s)
 
@@ -82,6 +82,7 @@ class _Training:
         layers = self._config.target_layer_ids
         self._writings = Writings(recipe, self._target, layers, frozenset(eos_ids(checkpoint)), factors_X)
         self._learner = Learner(recipe, self._target, self._network, self._writings.bank)
+        output.mkdir(parents=True, exist_ok=True)  # what cannot be written is found out before the long part
         self._position = self._begin() if position is None else self._go_on(position)
 
     def _begin(self) -> Position:
