@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,12 +16,13 @@ from typer.testing import CliRunner
 from lowlat import __version__
 from lowlat.cli import main
 from lowlat.cli.chat import converse
-from lowlat.cli.generate import _prompt
+from lowlat.cli.generate import _print_stream, _prompt
 from lowlat.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS
 from lowlat.cli.progress import LoadProgress
-from lowlat.engine.config import EngineConfig
+from lowlat.engine.config import SIMULATED, EngineConfig
 from lowlat.engine.request import SamplingParams
 from lowlat.models.loading.registry import ModelEntry
+from lowlat.offline import SpeculationReport
 from lowlat_plugin import Reason, Refused
 
 DATA = Path(__file__).parents[1] / "data" / "smollm2_135m_instruct_fp32_greedy.json"
@@ -268,6 +270,18 @@ def test_chat_reads_lines():
 def test_a_prompt_from_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert _prompt("-", None) == "two\nlines"
+
+
+@pytest.mark.parametrize("steps", [None, 2.5])
+def test_what_guesses_came_to_is_said_and_that_they_were_simulated(capsys, steps):
+    report = SpeculationReport(9, 4, steps, steps and 1.25, 3.5)
+    delta = SimpleNamespace(text="said", completion_tokens=1, finish_reason="length")
+    engine = SimpleNamespace(stream=lambda *of, **options: iter([delta]), speculation=lambda: report)
+    _print_stream(engine, "x", SamplingParams(), [])
+    printed = capsys.readouterr()
+    assert printed.out == "said\n"
+    found = [] if steps is None else ["[2.50 tokens a step, break-even 1.25, 4 of 9 guesses right]"]
+    assert printed.err.splitlines() == ["[1 tokens, length]", *found, f"[{SIMULATED}]"]
 
 
 class Lines:

@@ -16,7 +16,6 @@ GAUGES = {
     "window_pages_free",
     "window_pages_cached",
     "window_pages_held",
-    "simulated_acceptance",
 }
 BY_REASON = {"session_pins_lost", "low_latency_steps"}
 

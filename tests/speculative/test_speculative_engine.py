@@ -92,7 +92,7 @@ def proposals_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("spec", ["draft-model", "dflash", "dspark"])
+@pytest.mark.parametrize("spec", ["draft-model", "dflash", "dflash2", "dspark"])
 def test_a_draft_guesses_the_same_after_a_prefix_hit(target: Path, options: dict, spec: str):
     """Its keys and values of reused pages, an answer's too, are those that it would compute anew."""
     first = [(3 * k) % VOCABULARY for k in range(23)]

@@ -254,7 +254,7 @@ class Engine:
             stats.accepted_tokens,
             stats.tokens_per_step,
             stats.break_even,
-            stats.simulated_acceptance,
+            self.config.spec_simulate_acceptance,
         )
 
     def close(self) -> None:

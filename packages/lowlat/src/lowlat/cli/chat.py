@@ -11,7 +11,7 @@ import typer
 
 from lowlat.cli.options import engine_options, sampling_options
 from lowlat.cli.progress import LoadProgress
-from lowlat.engine.config import EngineConfig
+from lowlat.engine.config import SIMULATED, EngineConfig
 from lowlat.engine.request import SamplingParams
 
 EPILOG = """
@@ -55,6 +55,8 @@ def chat(
         engine = Engine(config, progress=progress)
 
     def answer(messages: list[Message]) -> Iterator[str]:
+        if config.spec_simulate_acceptance is not None:
+            print(f"[{SIMULATED}]", file=sys.stderr)
         for delta in engine.stream(engine.chat_ids(messages), sampling):
             yield delta.text
 

@@ -11,7 +11,7 @@ import typer
 
 from lowlat.cli.options import engine_options, sampling_options
 from lowlat.cli.progress import LoadProgress
-from lowlat.engine.config import EngineConfig
+from lowlat.engine.config import SIMULATED, EngineConfig
 from lowlat.engine.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -108,12 +108,13 @@ def _print_stream(engine: Engine, start: str | list[int], sampling: SamplingPara
     print(f"[{tokens} tokens, {reason}]", file=sys.stderr)
     report = engine.speculation()
     if report is not None and report.tokens_per_step is not None and report.break_even is not None:
-        simulated = "" if report.simulated_acceptance is None else ", simulated: the text means nothing"
         print(
             f"[{report.tokens_per_step:.2f} tokens a step, break-even {report.break_even:.2f}, "
-            f"{report.accepted} of {report.guessed} guesses right{simulated}]",
+            f"{report.accepted} of {report.guessed} guesses right]",
             file=sys.stderr,
         )
+    if report is not None and report.simulated_acceptance is not None:
+        print(f"[{SIMULATED}]", file=sys.stderr)
 
 
 def _json(generation: Any, speculation: Any) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from lowlat.engine.config import SIMULATED
 from lowlat.engine.request import SamplingParams
 
 
@@ -66,6 +68,8 @@ def _read(response: http.client.HTTPResponse) -> Iterator[str]:
     if response.status != 200:
         hint = ". lowlat chat sends the key in LOWLAT_API_KEY" if response.status == 401 else ""
         raise RemoteError(_error(response.read(), f"HTTP status {response.status}") + hint)
+    if response.getheader("x-lowlat-simulated-acceptance") is not None:
+        print(f"[{SIMULATED}]", file=sys.stderr)
     for line in response:
         data = line.strip().removeprefix(b"data: ")
         if not data:

@@ -116,7 +116,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineCore, 
 
 def make_scheduler(config: EngineConfig, parts: RankParts) -> Scheduler:
     """The scheduler over a rank's pages."""
-    scheduler = Scheduler(
+    return Scheduler(
         PrefixCache(
             parts.facts.kv_tokens // parts.facts.page_size,
             parts.facts.page_size,
@@ -133,8 +133,6 @@ def make_scheduler(config: EngineConfig, parts: RankParts) -> Scheduler:
         width=parts.width,
         rules=parts.rules,
     )
-    scheduler.stats.simulated_acceptance = config.spec_simulate_acceptance
-    return scheduler
 
 
 def make_executor(parts: RankParts) -> Executor:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+SIMULATED = "acceptance is simulated: the text means nothing"
+"""What is said beside every answer with `spec_simulate_acceptance`."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All choices that shape an engine; one value of it describes a server completely.

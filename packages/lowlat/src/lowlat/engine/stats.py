@@ -47,8 +47,6 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Pages of layers with a window that hold nothing, keys of a prefix, or what the window of a request may reach."""
     window_pages_cached: int = 0
     window_pages_held: int = 0
-    simulated_acceptance: float | None = None
-    """Tokens a step that a benchmark counts as right (`--spec-simulate-acceptance`)."""
 
     @property
     def tokens_per_step(self) -> float | None:

@@ -149,7 +149,7 @@ class ServerCollector(Collector):
         yield GaugeMetricFamily(
             "lowlat_simulated_acceptance",
             "Tokens a step that a benchmark counts as right; 0: answers are the model's.",
-            stats.simulated_acceptance or 0.0,
+            self._engine.config.spec_simulate_acceptance or 0.0,
         )
         yield CounterMetricFamily("lowlat_preemptions", "Running sequences that were put back.", stats.preemptions)
         yield CounterMetricFamily(
