@@ -40,6 +40,7 @@ from lowlat_nvidia.dense import reference
 from lowlat_nvidia.dense.cases import make_case, one_row
 from lowlat_nvidia.dense.pack import DenseWeights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
+from lowlat_nvidia.dense.stamps import read_parts, stamped
 from lowlat_nvidia.dense.step import DenseStep, StepTensors, load_kernels
 from lowlat_nvidia.jit import Function, compile_cubin
 
@@ -56,7 +57,6 @@ FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
         {**RING, "under_way": 5},
         {**RING, "under_way": 6},
         {"early": False},
-        {"release_early": True},
     ),
     "llama-1b": (
         JOINT,
@@ -85,7 +85,6 @@ FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
         {"under_way": 4},
         {"under_way": 7},
         {"units": 16},
-        {"release_early": True},
         {"units_under_way": 1},
         {"early": False},
     ),
@@ -161,6 +160,36 @@ def forms_of(built: DenseStep, choices: Sequence[dict[str, Any]], rows: int) -> 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda plan: compile_cubin("dense_step.cu", plan.definitions()), made.values()))
     return {"lowlat-nvidia": built, **{label: with_plan(built, plan) for label, plan in made.items()}}
+
+
+class PlainLaunch:
+    """A kernel launched without asking that all blocks are resident together; nothing else may run on the device."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:
+        self.function.launch_early(blocks, threads, parameters, stream, dependent=False)
+
+
+def launched_plainly(built: DenseStep) -> DenseStep:
+    other = copy.copy(built)
+    other.functions = [PlainLaunch(function) for function in built.functions]  # type: ignore[misc]
+    return other
+
+
+def ends_of(built: DenseStep, inputs: StepTensors) -> str:
+    """What of a step lies before the first layer, in the head and behind it, by time stamps; in microseconds."""
+    twin = stamped(built)
+    for _ in range(20):
+        twin.run(inputs)
+    twin.check()
+    parts = read_parts(twin.stamps)
+    twin.close()
+    took = [(part.name, part.end_us - part.start_us) for part in parts if part.depth == 1]
+    layers = [value for name, value in took if name == "layer"]
+    ends = ", ".join(f"{name} {value:.1f}" for name, value in took if name != "layer")
+    return f"{ends}, a layer {sorted(layers)[len(layers) // 2]:.1f} (the first {layers[0]:.1f})"
 
 
 def check_forms(builds: dict[str, DenseStep], inputs: StepTensors) -> None:
@@ -295,6 +324,7 @@ def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
     """All forms at 1, 2, 4 and 8 rows of context 1,024, compared bit for bit first; what was fastest at each."""
     shape, verdicts, one = built.plan.shape, [], 0.0
     of_one, of_several = forms_of(built, FORMS_OF_ONE[name], 1), forms_of(built, FORMS_OF_SEVERAL[name], 8)
+    of_one["lowlat-nvidia, launched plainly"] = launched_plainly(built)
     for rows in (1, 2, 4, 8):
         builds = of_one if rows == 1 else of_several
         inputs, pools = make_case(shape, [[1023]] * rows, 16, 3)
@@ -308,6 +338,7 @@ def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
         }
         times = sample(arms, 30, 0.2)
         built.check()
+        print(f"{name}, {rows} rows, us: {ends_of(built, inputs)}", flush=True)
         size = shape.weight_bytes() + rows * shape.kv_bytes(1024)
         for arm, values in times.items():
             report.add(name, arm, rows, 1024, size, values)

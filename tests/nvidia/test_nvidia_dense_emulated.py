@@ -255,3 +255,22 @@ def test_roundings_are_fewer_than_the_general_path_s_at_every_width(
     assert all(mine < theirs for mine, theirs in zip(off["kernel"], off["general"], strict=True))
     assert max(off["kernel"]) < 2 * off["kernel"][0]
     assert 0 < max(off["between"]) < shadow_limits(shape)["logits"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_padding_alone_computes_one_token_and_leaves_the_cache(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """One row of it, and two: the same token at position 0, the same bits."""
+    built, _ = build(monkeypatch, tmp_path, name)
+    inputs, pools = make_case(built.plan.shape, [[70], [5]], 16, 5, "cpu")
+    both = dataclasses.replace(inputs, write_slots_R=torch.full((2,), -1))
+    before = copy_pools(pools)
+    built.bind(pools, 16)
+    logits = built.run(both, 1).clone()
+    alone = built.run(dataclasses.replace(one_row(both, 0), write_slots_R=both.write_slots_R[:1]), 1).clone()
+    built.check()
+    assert logits.isfinite().all()
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(alone[0], logits[0])
+    assert all(torch.equal(a, b) for old, new in zip(before, pools, strict=True) for a, b in zip(old, new, strict=True))

@@ -197,11 +197,27 @@ DEV void folded_layers(Context& c, Stream& f, Held& h, Ahead& ahead, u32* now, u
   ask_norm(c, h, 2 * LAYERS);
 }
 #endif
+// The norms of this block's outputs, of all layers: all are asked for before any is waited for, behind the ring's first pages.
+DEV void read_norms(Context& c) {
+  constexpr int HALF = BLOCK_HIDDEN / 2, PAIRS = (2 * LAYERS + 1) * HALF, COUNT = (PAIRS + THREADS - 1) / THREADS;
+  u32 pairs[COUNT];
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) {
+    const int i = min(c.thread + j * THREADS, PAIRS - 1);
+    pairs[j] = *(const u32*)(c.p.norms + i / HALF * HIDDEN + c.block * BLOCK_HIDDEN + i % HALF * 2);
+  }
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) {
+    const int i = min(c.thread + j * THREADS, PAIRS - 1);
+    *(u32*)&c.s.norms[i / HALF][i % HALF * 2] = pairs[j];
+  }
+}
 template <bool ONE>
 DEV void compute(const Params& p, Shared& s, u8* memory) {
   int thread = threadIdx.x, block = blockIdx.x;
   forget(thread);  // or what is worked out of it before stays in registers beside it
-  const int warp = (u32)thread / 32, lane = (u32)thread % 32;
+  const int warp = (u32)thread / 32, lane = (u32)thread % 32, row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
+  const OneRow one = ask_row<ONE>(p);
   const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full);
   const u32 parity = load_exchange_word(p.state);
   const int last_rows = (int)load_exchange_word(p.state + 5);
@@ -229,25 +245,22 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
 #pragma unroll 1
     for (int i = 0; i < RING_PAGES; i++) fill_page(c, ring + (warp * RING_PAGES + i) * PAGE, full + (warp * RING_PAGES + i) * 8);
   }
-#pragma unroll 1
-  for (int i = thread; i < (2 * LAYERS + 1) * BLOCK_HIDDEN; i += THREADS)
-    s.norms[i / BLOCK_HIDDEN][i % BLOCK_HIDDEN] = p.norms[i / BLOCK_HIDDEN * HIDDEN + block * BLOCK_HIDDEN + i % BLOCK_HIDDEN];
+  auto embedded = [&](long token) {
+    return row < c.rows ? ((const unsigned short*)p.embedding)[token * HIDDEN + block * BLOCK_HIDDEN + n] : 0;
+  };
+  unsigned short mine = 0;
+#if FOLD
+  if constexpr (ONE) ask_embedding(c, one.token, embedding);
+#endif
+  if constexpr (ONE && !FOLD) mine = embedded(one.token);
+  if constexpr (!(ONE && FOLD)) read_norms(c);
 #if QKV_BIAS
 #pragma unroll 1
   for (int i = thread; i < LAYERS * BLOCK_QKV; i += THREADS)
     s.biases[i / BLOCK_QKV][i % BLOCK_QKV] =
         p.biases[i / BLOCK_QKV * (KV_HEADS * HEAD_ROWS) + block * BLOCK_QKV + i % BLOCK_QKV];
 #endif
-  const int row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
-  auto embedded = [&](long token) {
-    return row < c.rows ? ((const unsigned short*)p.embedding)[token * HIDDEN + block * BLOCK_HIDDEN + n] : 0;
-  };
-  unsigned short mine = 0;
-#if FOLD
-  if constexpr (ONE) ask_embedding(c, embedding);
-#endif
-  if constexpr (ONE && !FOLD) mine = embedded(p.tokens[0]);  // the first of one row's tokens is its token
-  read_rows(c);
+  read_rows(c, one);
   __syncthreads();
   if constexpr (!ONE) mine = embedded(s.control.token[row % ROWS]);
   float residual = bf_low(mine);

@@ -32,10 +32,10 @@ DEV void fold_stream(Context& c, Stream& f) {
 }
 #endif
 // This thread's part of the row's embedding, asked for before anything else is known of the row.
-DEV void ask_embedding(Context& c, u32 (&words)[HELD / 2]) {
+DEV void ask_embedding(Context& c, long token, u32 (&words)[HELD / 2]) {
 #pragma unroll
   for (int i = 0; i < HELD / 2; i++)
-    words[i] = ((const u32*)c.p.embedding)[((long)c.p.tokens[0] * HIDDEN + c.thread * HELD) / 2 + i];
+    words[i] = ((const u32*)c.p.embedding)[(token * HIDDEN + c.thread * HELD) / 2 + i];
 }
 DEV void embed_folded(Held& h, const u32 (&words)[HELD / 2]) {
 #pragma unroll

@@ -33,7 +33,7 @@ struct __align__(16) Shared {
   alignas(16) Control control;
   alignas(16) unsigned short query[ROWS][GROUP_DIM];    // this step's rotated queries, bfloat16
   alignas(128) u8 fresh[HEAD_DIM / 64 * PANEL];             // this step's keys, as tokens 0 to 7 of panels, and values after them
-  unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs
+  alignas(4) unsigned short norms[2 * LAYERS + 1][BLOCK_HIDDEN];  // of this block's outputs; unread where one row is folded
 #if QKV_BIAS
   unsigned short biases[LAYERS][BLOCK_QKV];
 #endif

@@ -21,13 +21,20 @@ DEV void count_units(Control& k, int rows) {
   }
   k.joined |= 1u << (rows - 1);
 }
+// What a step of one row knows without looking anything up, asked for before the ring's first pages.
+struct OneRow { long long token, position, slot; };
+template <bool ONE>
+DEV OneRow ask_row(const Params& p) {
+  if constexpr (ONE) return {p.tokens[0], p.positions[0], p.write_slots ? p.write_slots[0] : 0};
+  else return {};
+}
 // What does not change from layer to layer is read once, when the step begins. A row of padding computes the first real
 // row again, to the same bits and the same place; where all are padding, they compute one token and write to the scratch.
-DEV void read_rows(Context& c) {
+DEV void read_rows(Context& c, const OneRow& one) {
   Control& k = c.s.control;
   const int split = c.block % SPLITS;
-  u32 real = ~0u;
-  if (c.p.write_slots) {
+  u32 real = one.slot >= 0 ? ~0u : 0;
+  if (ROWS > 1 && c.p.write_slots) {
     real = 0;
 #pragma unroll 1
     for (int row = 0; row < c.rows; row++) real |= (u32)(c.p.write_slots[row] >= 0) << row;
@@ -37,13 +44,14 @@ DEV void read_rows(Context& c) {
     int request = 0;
 #pragma unroll 1
     for (int q = 1; q < c.p.requests; q++) request += c.p.query_start[q] <= source;
-    const int first = c.p.query_start[request], total = real ? (int)c.p.positions[source] + 1 : 1;
+    const int first = ROWS == 1 ? 0 : c.p.query_start[request];
+    const int total = real ? (int)(ROWS == 1 ? one.position : c.p.positions[source]) + 1 : 1;
     const int each = (total + SPLITS * UNIT_TOKENS - 1) / (SPLITS * UNIT_TOKENS) * UNIT_TOKENS;
-    k.token[row] = (int)c.p.tokens[source];
+    k.token[row] = (int)(ROWS == 1 ? one.token : c.p.tokens[source]);
     k.first[row] = first;
     k.begin[row] = min(total, split * each);
     k.end[row] = min(total, (split + 1) * each);
-    k.cached[row] = real ? (int)c.p.positions[first] : 0;
+    k.cached[row] = ROWS == 1 ? total - 1 : real ? (int)c.p.positions[first] : 0;
     k.own[row] = total - 1;
     k.pages[row] = c.p.page_table + (long)(c.p.table_rows ? c.p.table_rows[request] : request) * c.p.table_stride;
     const int page = (total - 1) >> c.p.page_shift;
@@ -53,7 +61,7 @@ DEV void read_rows(Context& c) {
   if constexpr (ROWS == 1) {  // nothing waits for what another thread reads
     if (c.thread == 0) count_units(k, 1);
     const int d = c.thread - (THREADS - HEAD_DIM);
-    if (d >= 0) k.rotary[0][d] = c.p.rotary[(long)(real ? c.p.positions[0] : 0) * HEAD_DIM + d];
+    if (d >= 0) k.rotary[0][d] = c.p.rotary[(long)(real ? one.position : 0) * HEAD_DIM + d];
     block_sync();
     return;
   }
