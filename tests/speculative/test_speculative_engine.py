@@ -65,6 +65,15 @@ def test_a_small_pool_and_cancels_change_nothing(
         assert engine._core.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("spec", PROPOSERS)
+def test_the_first_request_of_all_may_decline(target: Path, expected: dict[str, list[int]], options: dict, spec: str):
+    """Nothing is known of its slot then."""
+    declined = next(request for request in crowd() if not request.sampling.speculate)
+    with Engine(model=str(target), **options[spec], **SETTINGS) as engine:
+        assert run_all(engine, [declined]) == {declined.id: expected[declined.id]}
+        assert engine._core.stats().guessed_tokens == 0
+
+
 @pytest.mark.parametrize("spec", ["ngram", "dspark"])
 def test_two_ranks_agree(target: Path, expected: dict[str, list[int]], options: dict, spec: str):
     with Engine(model=str(target), tensor_parallel=2, spec_width=4, **options[spec], **SETTINGS) as engine:

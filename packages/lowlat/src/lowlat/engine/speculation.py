@@ -206,8 +206,8 @@ class Speculation:
         if not self._adaptive or self.times is None:
             return [proposal.tokens for proposal in found]
         chances = [
-            proposal.chances or self._acceptance.chances(slot, proposal.kind, len(proposal.tokens))
-            for slot, proposal in zip(plan.decodes, found, strict=True)
+            of.chances or (self._acceptance.chances(slot, of.kind, len(of.tokens)) if of.tokens else [])
+            for slot, of in zip(plan.decodes, found, strict=True)
         ]
         counts = plan_guesses(chances, self.times, plan.rows)
         return [proposal.tokens[:count] for proposal, count in zip(found, counts, strict=True)]
