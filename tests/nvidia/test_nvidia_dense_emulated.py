@@ -257,6 +257,26 @@ def test_roundings_are_fewer_than_the_general_path_s_at_every_width(
     assert 0 < max(off["between"]) < shadow_limits(shape)["logits"]
 
 
+def test_after_an_error_steps_compute_nothing_until_the_reset(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built, _ = build(monkeypatch, tmp_path, "heads of 64")
+    inputs, pools = make_case(built.plan.shape, [[70], [5]], 16, 5, "cpu")
+    built.bind(pools, 16)
+    steps_of = (inputs, one_row(inputs, 1))
+    expected = [built.run(step, 1).clone() for step in steps_of]
+    built.state[1] = 1 + 3 * 16 + 5
+    for step in steps_of:
+        logits = built.run(step, 1)
+        assert logits[:, 0].isnan().all()
+        assert (built.next_token_R[: len(logits)] == -1).all()
+    assert "block 3 gave up waiting for the input of stage 'gate and up'" in str(built.error())
+    built.reset()
+    for step, logits in zip(steps_of, expected, strict=True):
+        assert torch.equal(built.run(step, 1), logits)
+        built.check()
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_padding_alone_computes_one_token_and_leaves_the_cache(
     small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str

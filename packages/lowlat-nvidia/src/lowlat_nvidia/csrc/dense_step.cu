@@ -262,6 +262,12 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
 #endif
   read_rows(c, one);
   __syncthreads();
+  if (s.stop) {
+#pragma unroll 1
+    for (int page = 0; page < c.pages - first_page(p); page++) wait_barrier(c, c.full + page * 8, 0, 8);
+    if (thread == 0) finish_step(p, 0);
+    return;
+  }
   if constexpr (!ONE) mine = embedded(s.control.token[row % ROWS]);
   float residual = bf_low(mine);
   if (runs(p, 1) && !(ONE && FOLD)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
@@ -349,25 +355,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   Shared& s = *(Shared*)memory;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   stamp_clocks(p, 2);
-  const u32 stop = thread == 0 ? load_exchange_word(p.state + 1) : 0;
   if (thread < WARPS * RING_PAGES) barrier_init(shared_address(s.full + thread), 1);
   if (thread == 0) s.progress = alone(p) ? LAYERS : 0;
   if (thread < UNITS) {
     barrier_init(shared_address(s.unit_full + thread), 32);
     barrier_init(shared_address(s.unit_empty + thread), PLAIN_COPIES ? 32 : 1);
   }
-  if (thread == 0) s.stop = stop;
   barriers_ready();
   __syncthreads();
-  if (s.stop) {
-    if (thread == 0) finish_step(p, 0);
-    return;
-  }
   if (warp >= WARPS) {
     give_registers<56>();
+    if (thread == THREADS) s.stop = load_exchange_word(p.state + 1);
     for (int i = thread - THREADS; i < 2 * LAYERS; i += COPY_THREADS)
       if (p.maps) map_ready(p.maps + i * TENSOR_MAP);
     __syncthreads();  // the rows are read
+    if (s.stop) return;
     copy_cache(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
   } else {
     take_registers<224>();
