@@ -57,6 +57,16 @@ def random_draft(path: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
     return path
 
 
+def broken_draft(path: Path, kind: str) -> Path:
+    """A draft whose weights are not numbers."""
+    config = draft_config(kind)
+    weights = random_network(config, 0).state_dict()
+    save_draft(
+        path, config, {name: of * float("nan") if of.is_floating_point() else of for name, of in weights.items()}
+    )
+    return path
+
+
 def draft_config(kind: str, **changes: Any) -> DraftConfig:
     extra: dict[str, Any] = {
         "dflash": {},

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 import transformers
-from spec_kit import PROPOSERS, SETTINGS, VOCABULARY, crowd, random_draft, run_all
+from spec_kit import PROPOSERS, SETTINGS, VOCABULARY, broken_draft, crowd, random_draft, run_all
 
 from lowlat.engine import build
 from lowlat.engine.device_runner import DeviceRunner
@@ -53,6 +53,14 @@ def test_answers_are_those_without(target: Path, expected: Any, options: dict, s
             assert stats.guessed_tokens > (30 if spec == "ngram" else 200)
             if spec == "draft-model":
                 assert stats.tokens_per_step > 1.2
+
+
+@pytest.mark.parametrize("spec", ["dspark", "dflash2"])
+def test_a_draft_without_numbers_changes_nothing(target: Path, expected: Any, tmp_path: Path, spec: str):
+    draft = str(broken_draft(tmp_path, spec))
+    with Engine(model=str(target), spec=spec, draft=draft, spec_width=4, **SETTINGS) as engine:
+        assert run_all(engine, crowd()) == expected
+        assert engine._core.stats().guessed_tokens > 200
 
 
 @pytest.mark.parametrize("spec", ["ngram", "draft-model", "dspark"])

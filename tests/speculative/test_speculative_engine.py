@@ -12,6 +12,7 @@ from spec_kit import (
     PROPOSERS,
     SETTINGS,
     VOCABULARY,
+    broken_draft,
     crowd,
     draft_config,
     random_draft,
@@ -63,6 +64,16 @@ def test_a_small_pool_and_cancels_change_nothing(
         answers.pop("doomed", None)
         assert answers == expected
         assert engine._core.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("spec", ["dspark", "dflash2"])
+def test_a_draft_without_numbers_changes_nothing(
+    target: Path, expected: dict[str, list[int]], tmp_path: Path, spec: str
+):
+    draft = str(broken_draft(tmp_path, spec))
+    with Engine(model=str(target), spec=spec, draft=draft, spec_width=4, **SETTINGS) as engine:
+        assert run_all(engine, crowd()) == expected
+        assert engine._core.stats().guessed_tokens > 200
 
 
 @pytest.mark.parametrize("spec", PROPOSERS)
