@@ -132,11 +132,13 @@ def distance(built: steps.DenseStep, weights: pack.DenseWeights, positions: list
     return ((logits - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
 
 
+@pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_is_right_on_a_cpu(
-    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, fold: bool
 ) -> None:
-    built, weights = build(monkeypatch, tmp_path, name)
+    built, weights = build(monkeypatch, tmp_path, name, fold=fold)
+    assert built.plan.folded == fold
     assert distance(built, weights, [[333]], 16) < 1e-2
     assert distance(built, weights, [[5], [70, 71]], 1) < 1e-2
 

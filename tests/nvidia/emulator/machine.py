@@ -69,6 +69,9 @@ def build(
         "-w",
         "-shared",
         "-fPIC",
+        # An index beyond an array ends the run (an illegal instruction); in shared memory of a GPU it is another array's.
+        "-fsanitize=bounds",
+        "-fsanitize-undefined-trap-on-error",
         *options,
         "-o",
         str(target),

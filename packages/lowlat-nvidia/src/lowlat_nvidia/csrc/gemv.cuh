@@ -300,7 +300,7 @@ DEV void store_square(Context& c, float square) {
   square += __shfl_xor_sync(~0u, square, 1);
   square += __shfl_xor_sync(~0u, square, 2);
   c.square_parity ^= 1;
-  if (c.q == 0) c.s.square[c.square_parity][c.warp][c.g] = square;
+  if (c.q == 0 && c.g < ROWS) c.s.square[c.square_parity][c.warp][c.g] = square;
 }
 // 1 / root mean square of a row, from what the warps stored.
 DEV float inverse_rms(Context& c, int row) {
