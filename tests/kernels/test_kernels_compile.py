@@ -42,10 +42,11 @@ from lowlat.layers.triton import (
 def test_products_of_rows_fit(width, gate, norm, outputs, target, tmp_path):
     pointers = ["x_ptr", "stream_ptr", "norm_ptr", "weight_ptr", "bias_ptr", "out_ptr", "sum_ptr"]
     types = dict.fromkeys(pointers, "*bf16") | {"rows": "i32", "outputs": "i32", "eps": "fp32"}
-    parts, part, piece = row_product.parts_of(width)
+    parts, part, piece = row_product.parts_of(width, gated=gate >= 0)
     constants = {
         "WIDTH": width, "ADD": norm, "NORM": norm, "GATE": gate, "BIAS": False, "PARTS": parts,
         "PART": part, "PIECE": piece, "BLOCK_N": outputs, "BLOCK_R": 8, "EARLY": target != "gfx950",
+        "FIRST": norm,
     }  # fmt: skip
     kernel = compiled(row_product.row_product_kernel, target, types, constants, num_warps=parts)
     registers, spilled, shared = resources(kernel, target, tmp_path)

@@ -105,7 +105,9 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
     assert shared <= SHARED[target] // 2
     join = row_attention.join_kernel
     mine = {name: types[name] for name in join.arg_names if name in types}
-    joined = compiled(join, target, mine, common | {"SINKS": True, "PARTS": row_attention._PARTS}, num_warps=1)
+    joined = compiled(
+        join, target, mine, common | {"SINKS": True, "PARTS": row_attention._PARTS, "FIRST": rows > 1}, num_warps=1
+    )
     assert resources(joined, target, tmp_path)[1] == 0
     if target == "sm_90":
         assert spilled == 0

@@ -69,7 +69,7 @@ def build(
         "-w",
         "-shared",
         "-fPIC",
-        # An index beyond an array ends the run (an illegal instruction); in shared memory of a GPU it is another array's.
+        # An index beyond an array ends the run by an illegal instruction; on a GPU it is another array's entry.
         "-fsanitize=bounds",
         "-fsanitize-undefined-trap-on-error",
         *options,

@@ -2,9 +2,10 @@
 
 A kernel that is launched so calls `let_next_start` and, before it touches anything that an earlier kernel wrote,
 `wait_for_previous`; what it reads before, such as weights, nobody writes. Whoever waits for a kernel waits for all
-before it too, since each of them waited. Small kernels let the next one start first; those of several rows, which take
-more of a processor, once they have waited: then programs of one kernel alone wait beside those that work. Hopper and
-later; elsewhere both are left out.
+before it too, since each of them waited. Small kernels let the next one start first. Of those of several rows, which
+take more of a processor, not all may, or programs of many kernels wait there and new ones crowd on the others: the
+joining of attention and products behind a norm do, the rest once they have waited (decision 0714). Hopper and later;
+elsewhere both are left out.
 """
 
 from __future__ import annotations

@@ -182,9 +182,11 @@ def join_kernel(
     partial_ptr, sums_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr, WINDOW: tl.constexpr,
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, MIN_CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of a row, its parts in order."""
+    """One program: one head of a row, its parts in order. `FIRST`: the next kernel may start before this one waits."""
+    if EARLY and FIRST:
+        let_next_start()
     segment, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + segment, cache_modifier=".cg")
     # The one row of a padding request has no tokens.
@@ -200,7 +202,8 @@ def join_kernel(
     mixed = tl.zeros([BLOCK_D], tl.float32)
     if EARLY:
         wait_for_previous()
-        let_next_start()
+        if not FIRST:
+            let_next_start()
     for start in range(0, tl.where(row < rows, splits + 1, 0), PARTS):
         part_p = start + place_p
         there = part_p <= splits
@@ -282,5 +285,5 @@ def row_attend(
     )  # fmt: skip
     join_kernel[(count, width, heads)](
         partial, sums, *where, out_RX if rule.sinks_N is None else rule.sinks_N, out_RX,
-        SINKS=rule.sinks_N is not None, PARTS=_PARTS, num_warps=1, **common,
+        SINKS=rule.sinks_N is not None, PARTS=_PARTS, FIRST=width > 1, num_warps=1, **common,
     )  # fmt: skip
