@@ -58,12 +58,11 @@ def test_kernels_of_two_stages_fit_one_multiprocessor():
         assert shared[first] + shared[second] + 2 * 1024 <= available, (first, second)
 
 
-@pytest.mark.parametrize("plan", [ChainPlan(), ChainPlan(weights_ahead=8, entries_ahead=0)], ids=str)
-def test_registers_hold_two_kernels_at_once(plan):
+def test_registers_hold_two_kernels_at_once():
     pytest.importorskip("cuda.bindings.nvrtc")
     from lowlat_nvidia.jit import compile_cubin
 
-    _, log = compile_cubin("attention_chain.cu", plan.definitions(), cache=False, verbose=True)
+    _, log = compile_cubin("attention_chain.cu", ChainPlan().definitions(), cache=False, verbose=True)
     names = re.findall(r"Compiling entry function '(\w+)'", log)
     spilled = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
     registers = [(int(found) + 7) // 8 * 8 for found in re.findall(r"Used (\d+) registers", log)]

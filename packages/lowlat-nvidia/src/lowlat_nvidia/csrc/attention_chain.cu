@@ -27,7 +27,7 @@ extern "C" __global__ void __cluster_dims__(4) __launch_bounds__(THREADS, 2) dow
   const int thread = threadIdx.x, tile = blockIdx.x / 4, rank = cluster_rank(), chunks = p.rows * CHUNKS;
   stamp(p, 0, 0);
   Down::start(s, tile, rank, p.down, p.down_scales);
-  if (p.rows <= WEIGHTS_AHEAD && is_thread(32)) fetch_weights(p.up, HEADS * DIM * QUERY_LATENT);
+  if (p.rows <= FEW_ROWS && is_thread(32)) fetch_weights(p.up, HEADS * DIM * QUERY_LATENT);
   stamp(p, 0, 1);
   cluster_wait();
   wait_for_earlier_kernel();
@@ -70,7 +70,7 @@ DEV void prepare_for_attention(const Chain& p, int i) {
   static_assert(HEADS * DIM / TILE * ASIDE >= MAX_ROWS * (DATA + SCALES) && DATA + SCALES <= WINDOW + CHOSEN, "threads");
   const int row = i / (WINDOW + CHOSEN), place = i % (WINDOW + CHOSEN);
   if (row >= p.rows) return;
-  const int entry = p.rows <= ENTRIES_AHEAD ? entry_of(p, row, place) : -1;
+  const int entry = p.rows <= FEW_ROWS ? entry_of(p, row, place) : -1;
   const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
   if (place < DATA) *(uint4*)(p.mixed + (row * DATA + place) * 16) = empty;
   else if (place < DATA + SCALES) *(uint4*)(p.mixed_scales + (row * SCALES + place - DATA) * 4) = empty;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) up_project(const Chain 
   stamp(p, 1, 0);
   let_next_kernel_start();
   Up::start(s, blockIdx.x, 0, p.up, p.up_scales);
-  if (p.rows <= WEIGHTS_AHEAD && is_thread(THREADS - 1)) fetch_weights(p.group, GROUPS * GROUP_OUTPUTS * GROUP_INPUTS);
+  if (p.rows <= FEW_ROWS && is_thread(THREADS - 1)) fetch_weights(p.group, GROUPS * GROUP_OUTPUTS * GROUP_INPUTS);
   if (threadIdx.x >= THREADS - ASIDE) prepare_for_attention(p, (threadIdx.x - (THREADS - ASIDE)) * gridDim.x + blockIdx.x);
   stamp(p, 1, 1);
   if (row < p.rows) {

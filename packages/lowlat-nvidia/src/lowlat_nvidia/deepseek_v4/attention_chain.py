@@ -20,6 +20,10 @@ from lowlat_nvidia.jit import Function, compile_cubin
 
 MAX_ROWS, GROUP, DIM, HEADS, WINDOW, CHOSEN, PAIRS = 8, 32, 512, 16, 128, 512, 32
 THREADS, BLOCKS_A_ROW, TILE, CLUSTER = 256, 8, 64, 4
+# Up to so many rows, kernels ask for what later kernels will read, which waits for them in the L2, and a multiprocessor
+# takes two blocks of the grouped projection, or one beside one of attention's. With more rows they do not ask, and
+# those blocks have a multiprocessor each.
+FEW_ROWS = 4
 # Bytes of shared memory that a multiprocessor has once: such blocks spread, and the next kernel's fit beside each.
 ALONE = 115 * 1024
 DEFAULT_SPIN_LIMIT = 4_000_000
@@ -34,9 +38,6 @@ class ChainDeadlineError(RuntimeError):
 class ChainPlan:
     """Sizes of one GPU's part. Raises ValueError with the field that does not fit.
 
-    Up to `weights_ahead` rows, kernels ask for later kernels' weights, which wait for them in the L2; up to
-    `entries_ahead`, the second asks for the entries so. Up to `beside` rows a multiprocessor takes two blocks of the
-    grouped projection, or one beside one of attention's; with more rows those blocks have a multiprocessor each.
     `stamps`: blocks note when their phases end, in nanoseconds.
     """
 
@@ -44,9 +45,6 @@ class ChainPlan:
     latent: int = 1280
     groups: int = 2
     group_outputs: int = 1024
-    weights_ahead: int = 1
-    entries_ahead: int = 1
-    beside: int = 1
     stamps: bool = False
 
     def __post_init__(self) -> None:
@@ -72,8 +70,7 @@ class ChainPlan:
         """Macros of the kernels."""
         return {
             "HIDDEN": self.hidden, "QUERY_LATENT": self.latent, "GROUPS": self.groups,
-            "GROUP_OUTPUTS": self.group_outputs, "WEIGHTS_AHEAD": self.weights_ahead,
-            "ENTRIES_AHEAD": self.entries_ahead, "STAMPS": int(self.stamps),
+            "GROUP_OUTPUTS": self.group_outputs, "FEW_ROWS": FEW_ROWS, "STAMPS": int(self.stamps),
             **{f"{name.upper()}_SHARED": size for name, size in self.shared().items()},
         }  # fmt: skip
 
@@ -214,7 +211,7 @@ class AttentionChain:
         stream = stream or torch.cuda.current_stream().cuda_stream
         parameters, rows = self.parameters(inputs), len(inputs.x_RH)
         for name, blocks in self.launches(rows).items():
-            kernel = self.kernels["group_beside" if name == "group" and rows <= self.plan.beside else name]
+            kernel = self.kernels["group_beside" if name == "group" and rows <= FEW_ROWS else name]
             kernel.launch_early(blocks, THREADS, parameters, stream, dependent=early)
         return self.out_RO[:rows]
 
