@@ -5,9 +5,7 @@
 takes about 20 seconds on an H200. Two windows: from the router to the end of the first products (`window`), and the
 whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
 PyTorch's top-k, sort and counts between them. `products` are first and second products alone, launched early as in the
-mixture (each waits for all of the one before), for the read ceiling. Forms beside the default: `two-pages` asks for two
-pages of weights before the first has come, in place of four, so that rows queue behind less; `take-ahead` has rows of
-down made of activations while gate and up go on; and both. The line after a window names the winner.
+mixture (each waits for all of the one before), for the read ceiling.
 Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of eight
 windows, divided by eight.
 """
@@ -15,14 +13,13 @@ windows, divided by eight.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from variants import fields, verdict
+from variants import verdict
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
@@ -34,17 +31,6 @@ from lowlat_nvidia.deepseek_v4.experts_plan import MAX_ROWS, ExpertsPlan
 
 SETS, PASSES = 4, 2
 DEFAULT = "lowlat-nvidia"
-FORMS = {
-    DEFAULT: {},
-    f"{DEFAULT} two-pages": {"first_pages": 2},
-    f"{DEFAULT} take-ahead": {"take_ahead": True},
-    f"{DEFAULT} both": {"first_pages": 2, "take_ahead": True},
-}
-OF_A_WINDOW = {
-    "window": (DEFAULT, f"{DEFAULT} two-pages"),
-    "mixture": tuple(FORMS),
-    "products": tuple(FORMS),
-}
 
 
 class Twin:
@@ -101,14 +87,13 @@ class Twin:
         self.mixture.run(self.x_RH)
 
 
-def compare(forms: dict[str, list[Twin]], sets: list[Any], inputs: list[torch.Tensor]) -> None:
-    """All forms, both ways, against the reference."""
-    for number, ((mixture, weights), x) in enumerate(zip(sets, inputs, strict=True)):
+def compare(twins: list[Twin], sets: list[Any], inputs: list[torch.Tensor]) -> None:
+    """Both ways against the reference."""
+    for twin, (mixture, weights), x in zip(twins, sets, inputs, strict=True):
         plan = mixture.plan
         chosen = reference.choose(x.float() @ mixture.gate.float().T, mixture.bias, plan.top, plan.scaling)
         expected = reference.routed(x, weights, *chosen, plan.limit)
-        of_set = [made[number] for made in forms.values()]
-        for run in (*(one.run for one in of_set), *(one.overlapped for one in of_set)):
+        for run in (twin.run, twin.overlapped):
             mixture.out_RH.fill_(float("nan"))
             run()
             distance = ((mixture.out_RH[: len(x)] - expected).norm() / expected.norm()).item()
@@ -119,15 +104,8 @@ def compare(forms: dict[str, list[Twin]], sets: list[Any], inputs: list[torch.Te
 def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling: float) -> list[Row]:
     """Rows of one number of rows."""
     inputs = [torch.randn(rows, plan.hidden, device="cuda").bfloat16() for _ in sets]
-    forms = {
-        name: [
-            Twin(mixture.with_plan(dataclasses.replace(plan, **changed)), x)
-            for (mixture, _), x in zip(sets, inputs, strict=True)
-        ]
-        for name, changed in FORMS.items()
-    }
-    twins = forms[DEFAULT]
-    compare(forms, sets, inputs)
+    twins = [Twin(mixture, x) for (mixture, _), x in zip(sets, inputs, strict=True)]
+    compare(twins, sets, inputs)
     distinct = sum(int(twin.listed[0]) for twin in twins) / len(twins)
     first, second = distinct * plan.first_bytes, distinct * plan.second_bytes
     gate = plan.experts * plan.hidden * 2
@@ -135,20 +113,20 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
         "window": (
             first + gate,
             {
-                **{name: [one.overlapped_window for one in forms[name]] for name in OF_A_WINDOW["window"]},
+                DEFAULT: [twin.overlapped_window for twin in twins],
                 "torch-eager-graph": [twin.window for twin in twins],
             },
         ),
         "mixture": (
             first + second + gate,
             {
-                **{name: [one.overlapped for one in forms[name]] for name in OF_A_WINDOW["mixture"]},
+                DEFAULT: [twin.overlapped for twin in twins],
                 "torch-eager-graph": [twin.run for twin in twins],
             },
         ),
         "products": (
             first + second,
-            {name: [one.products for one in forms[name]] for name in OF_A_WINDOW["products"]},
+            {DEFAULT: [twin.products for twin in twins]},
         ),
     }
     found = []
@@ -165,11 +143,11 @@ def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling:
             row = row_from_samples(
                 measured.samples(arm), metric="step_us", rows=rows, dtype="fp4",
                 tp=4, bytes=int(size), read_ceiling_tb_s=ceiling, details={"distinct_experts": distinct},
-                note=f"one GPU's part of TP 4; {SETS} weight sets in turn", **fields(arm, f"experts-{name}"),
+                note=f"one GPU's part of TP 4; {SETS} weight sets in turn", arm=arm, workload=f"experts-{name}",
             )  # fmt: skip
             found.append(row)
             print(
-                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:25} {row.median:7.1f}"
+                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:17} {row.median:7.1f}"
                 f" [{row.low:.1f}, {row.high:.1f}] us, {row.ceiling_fraction:.2f} of the ceiling",
                 flush=True,
             )

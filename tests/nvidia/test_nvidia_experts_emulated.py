@@ -15,6 +15,7 @@ from lowlat_nvidia.deepseek_v4.experts_plan import ExpertsPlan
 
 pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x86-64")
 PLAN = ExpertsPlan(hidden=1024, inner=64, experts=32, top=2, multiprocessors=22)
+LARGER = dataclasses.replace(PLAN, inner=256, multiprocessors=23)
 
 
 class EmulatedProducts(machine.OneAtATime):
@@ -27,30 +28,30 @@ class EmulatedProducts(machine.OneAtATime):
         super().launch_early(blocks, threads, parameters, stream)
 
 
-def emulate(
-    plan: ExpertsPlan, patch: pytest.MonkeyPatch, folder: Path, changes: dict[str, tuple[str, str]] | None = None
-) -> None:
-    kernels = machine.Machine(machine.build(machine.EXPERTS, plan.definitions(), folder, changes or {}))
+def emulate(plan: ExpertsPlan, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    kernels = machine.Machine(machine.build(machine.EXPERTS, plan.definitions(), folder))
     patch.setattr(experts, "compile_cubin", lambda name, definitions: (b"", ""))
     patch.setattr(experts, "Function", lambda cubin, name, shared: EmulatedProducts(kernels, name, shared))
 
 
+@pytest.mark.parametrize("plan", [PLAN, LARGER], ids=["two groups", "eight groups"])
 @pytest.mark.parametrize("given", [False, True], ids=["chosen by the kernel", "given"])
-def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_products_are_right_on_a_cpu(
+    plan: ExpertsPlan, given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     torch.manual_seed(4)
-    emulate(PLAN, monkeypatch, tmp_path)
-    weights = experts_reference.random_experts(PLAN.experts, PLAN.hidden, PLAN.inner, "cpu")
-    gate = (torch.randn(PLAN.experts, PLAN.hidden) / PLAN.hidden**0.5).bfloat16()
-    mixture = experts.RoutedExperts(PLAN, gate, torch.randn(PLAN.experts) * 0.1, weights)
-    forms = [dataclasses.replace(PLAN, first_pages=2, take_ahead=True)]
+    emulate(plan, monkeypatch, tmp_path)
+    weights = experts_reference.random_experts(plan.experts, plan.hidden, plan.inner, "cpu")
+    gate = (torch.randn(plan.experts, plan.hidden) / plan.hidden**0.5).bfloat16()
+    mixture = experts.RoutedExperts(plan, gate, torch.randn(plan.experts) * 0.1, weights)
     for rows in (7, 1):
-        x = torch.randn(rows, PLAN.hidden).bfloat16()
+        x = torch.randn(rows, plan.hidden).bfloat16()
         mixture.logits_RE[:rows] = x.float() @ gate.float().T
-        chosen, shares = experts_reference.choose(mixture.logits_RE[:rows], mixture.bias, PLAN.top, PLAN.scaling)
+        chosen, shares = experts_reference.choose(mixture.logits_RE[:rows], mixture.bias, plan.top, plan.scaling)
         listed = None
         if given:
             distinct = chosen.unique()
-            listed = torch.zeros(1 + 8 * PLAN.top, dtype=torch.int32)
+            listed = torch.zeros(1 + 8 * plan.top, dtype=torch.int32)
             listed[0], listed[1 : 1 + len(distinct)] = len(distinct), distinct
             mixture.chosen_RT[:rows] = chosen
         mixture.parts.fill_(float("nan"))
@@ -58,38 +59,5 @@ def test_the_products_are_right_on_a_cpu(given: bool, monkeypatch: pytest.Monkey
         mixture.check()
         assert torch.equal(mixture.chosen_RT[:rows].long(), chosen)
         out = (mixture.parts[:rows] * shares[..., None]).sum(1)
-        expected = experts_reference.routed(x, weights, chosen, shares, PLAN.limit)
+        expected = experts_reference.routed(x, weights, chosen, shares, plan.limit)
         assert ((out - expected).norm() / expected.norm()).item() < 4e-3
-        kept = mixture.parts.clone()
-        for plan in forms:
-            emulate(plan, monkeypatch, tmp_path)
-            mixture.parts.fill_(float("nan"))
-            mixture.with_plan(plan).products(mixture.parameters(x, listed), 1)
-            mixture.check()
-            assert torch.equal(mixture.parts[:rows], kept[:rows])
-
-
-def test_rows_of_down_are_made_ahead_where_activations_have_come(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Blocks of the first experts, one and two of them, find their rows made; those of the last make them as ever."""
-    torch.manual_seed(4)
-    plan = dataclasses.replace(PLAN, inner=256, multiprocessors=23)
-    emulate(plan, monkeypatch, tmp_path)
-    weights = experts_reference.random_experts(plan.experts, plan.hidden, plan.inner, "cpu")
-    gate = (torch.randn(plan.experts, plan.hidden) / plan.hidden**0.5).bfloat16()
-    mixture = experts.RoutedExperts(plan, gate, torch.randn(plan.experts) * 0.1, weights)
-    x = torch.randn(7, plan.hidden).bfloat16()
-    mixture.logits_RE[:7] = x.float() @ gate.float().T
-    mixture.products(mixture.parameters(x), 1)
-    mixture.check()
-    kept = mixture.parts.clone()
-    asked = "    if (!TAKE_AHEAD || s.late)"
-    noted = {"experts.cu": (asked, "    if (thread == 0) p.out[blockIdx.x] = s.late ? 0 : slots;\n" + asked)}
-    ahead = dataclasses.replace(plan, take_ahead=True)
-    emulate(ahead, monkeypatch, tmp_path, noted)
-    mixture.parts.fill_(float("nan"))
-    mixture.with_plan(ahead).products(mixture.parameters(x), 1)
-    mixture.check()
-    assert torch.equal(mixture.parts[:7], kept[:7])
-    assert set(mixture.out_RH.flatten()[: plan.multiprocessors].tolist()) == {0.0, 1.0, 2.0}

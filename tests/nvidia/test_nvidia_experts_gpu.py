@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -79,30 +77,6 @@ def test_a_row_is_the_same_bits_beside_any_neighbours(built):
     together = mixture.run(x).clone()
     for rows in ([3], [0, 7], [6, 3, 1], [1, 2, 3, 4, 5]):
         assert torch.equal(mixture.run(x[rows].contiguous()), together[rows])
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_forms_of_the_plan_change_no_bit(built, given):
-    mixture, _ = built
-    x = torch.randn(6, mixture.plan.hidden, device="cuda").bfloat16()
-    expected, listed = mixture.run(x).clone(), None
-    if given:
-        distinct = mixture.chosen_RT[:6].unique()
-        listed = torch.zeros(1 + MAX_ROWS * mixture.plan.top, dtype=torch.int32, device="cuda")
-        listed[0], listed[1 : 1 + len(distinct)] = len(distinct), distinct
-    stream = torch.cuda.current_stream().cuda_stream
-    forms: list[dict[str, int]] = [{"first_pages": 2}, {"take_ahead": True}, {"first_pages": 2, "take_ahead": True}]
-    for changed in forms:
-        form = mixture.with_plan(dataclasses.replace(mixture.plan, **changed))
-        for _ in range(100):
-            parameters = form.parameters(x, listed)
-            mixture.out_RH.fill_(float("nan"))
-            if not given:
-                form.route(parameters, stream)
-            form.products(parameters, stream, early=not given)
-            form.weighted_sum(parameters, stream)
-        form.check()
-        assert torch.equal(mixture.out_RH[:6], expected)
 
 
 def test_rows_that_share_all_experts(built):

@@ -100,7 +100,7 @@ def test_choice_prefers_the_lowest_number_and_leaves_the_bias_out_of_weights():
     torch.testing.assert_close(weights.sum(-1), torch.full((2,), 1.5))
 
 
-@pytest.mark.parametrize("plan", [ExpertsPlan(), ExpertsPlan(first_pages=2, take_ahead=True), SMALL], ids=str)
+@pytest.mark.parametrize("plan", [ExpertsPlan(), SMALL], ids=str)
 def test_the_kernels_compile_without_spills(plan):
     pytest.importorskip("cuda.bindings.nvrtc")
     from lowlat_nvidia.jit import compile_cubin

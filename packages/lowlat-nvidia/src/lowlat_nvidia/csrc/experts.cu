@@ -55,11 +55,9 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const Params p) {
   Shared& s = *(Shared*)dynamic_shared();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  constexpr int WHOLE = PAGES + 2 * PLACES, TAKEN = WHOLE + BUFFERS, GATHERED = TAKEN + BUFFERS, BARRIERS = GATHERED + 2;
-  if (thread == 0) s.late = 0;
+  constexpr int WHOLE = PAGES + 2 * PLACES, TAKEN = WHOLE + BUFFERS, BARRIERS = TAKEN + BUFFERS;
   if (thread < BARRIERS) {
-    const int arrivals = thread >= GATHERED ? FINISHERS : thread >= WHOLE && thread < TAKEN ? WARPS : 1;
-    barrier_init(shared_address(s.full + thread), arrivals);
+    barrier_init(shared_address(s.full + thread), thread >= WHOLE && thread < TAKEN ? WARPS : 1);
     barriers_ready();
   }
   Rows rows;
@@ -69,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
   let_next_kernel_start();
   const Work work = share_work(s.choice.count);
   const u64 policy = read_once_policy();
-  if (warp < BEGUN && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
+  if (warp < PAGES / 2 && lane < PAGE_TILES) fill_page(p, s, work, warp, lane, policy);
   if (p.listed) fetch_rows(p, rows, warp, lane);  // after the weights are on their way
   const u32 epoch = s.choice.epoch;
   if (thread == 0) p.epochs[blockIdx.x] = epoch;
@@ -82,16 +80,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
   const int first_slot = work.second / SECOND_TILES, slots = (work.second_end - 1) / SECOND_TILES - first_slot + 1;
   if (warp >= WARPS) {
     give_registers<64>();
-    finish_first(p, s, work, {first_slot, warp - WARPS, down ? slots * GROUPS : 0}, warp - WARPS, lane, policy, epoch);
-    if (down && !TAKE_AHEAD) named_arrive(2, THREADS);
+    finish_first(p, s, work, warp - WARPS, lane, policy, epoch);
+    if (down) named_arrive(2, THREADS);
     if (down && warp == WARPS) refill_second(p, s, work, lane, policy);
   } else {
     take_registers<104>();
     quantise_rows(rows, lane);
     multiply_first(p, s, rows, work, warp, lane);
     if (!down) return;
-    if (TAKE_AHEAD) wait_for(p, &s.ready, 0, 3);
-    if (!TAKE_AHEAD || s.late) take_activations(p, s, first_slot, slots, warp, lane, epoch);
+    take_activations(p, s, first_slot, slots, warp, lane, epoch);
     multiply_second(p, s, work, first_slot, warp, lane);
   }
 }

@@ -1,7 +1,7 @@
 // Gate and up: warps split a tile's inputs and keep their share of the rows in registers; finishers sum, apply the
 // activation, publish, and fill pages that all have read.
 #pragma once
-#include "experts_ahead.cuh"
+#include "experts_ring.cuh"
 
 // A warp's share of the rows, which it keeps in registers, and what its sums are worth for rows 2q and 2q + 1.
 struct Rows {
@@ -82,19 +82,16 @@ DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work
   }
 }
 // The finishers take turns.
-DEV void finish_first(const Params& p, Shared& s, const Work& work, Units units, int turn, int lane, u64 policy, u32 epoch) {
-  // The rest of the ring: asked for when the first pages come, or all would come late together. By the warp that will
-  // fill the first pages again, which cannot be late for it so.
-  constexpr int EACH = PAGES / BEGUN - 1;  // for each that comes
-  for (int page = 0; turn == 0 && page < BEGUN; page++) {
+DEV void finish_first(const Params& p, Shared& s, const Work& work, int turn, int lane, u64 policy, u32 epoch) {
+  // The second half of the ring: asked for when the first comes, or all would come late together. By the warp that will
+  // fill the first half again, which cannot be late for it so.
+  for (int page = 0; turn == 0 && page < PAGES / 2; page++) {
     if (page < work.firsts * PARTS_PAGES) wait_for(p, &s.full[page], 0, 1);
-    if (lane < EACH * PAGE_TILES) fill_page(p, s, work, BEGUN + page * EACH + lane / PAGE_TILES, lane % PAGE_TILES, policy);
+    if (lane < PAGE_TILES) fill_page(p, s, work, PAGES / 2 + page, lane, policy);
     __syncwarp();
   }
 #pragma unroll 1
   for (int k = turn; k < work.firsts; k += FINISHERS) {
-    if (TAKE_AHEAD) prepare_rows(p, s, units, k, lane, epoch);
-    if (TAKE_AHEAD && k + FINISHERS >= work.firsts) end_units(s, units, lane);
     wait_for(p, &s.whole[k % BUFFERS], k / BUFFERS & 1, 4);
     for (int tile = k ? k + 1 : 0; tile <= k + 1 && tile < work.firsts; tile++)  // all warps have read the next one, too
       if (lane < PARTS_PAGES * PAGE_TILES)
@@ -102,5 +99,4 @@ DEV void finish_first(const Params& p, Shared& s, const Work& work, Units units,
     __syncwarp();
     activate(p, s, k % BUFFERS, lane, first_item(k), epoch);
   }
-  if (TAKE_AHEAD) end_units(s, units, lane);
 }

@@ -17,25 +17,17 @@ static_assert(HIDDEN % (64 * WARPS) == 0 && INNER % 64 == 0, "sizes");
 
 constexpr int GROUPS = INNER / GROUP;  // of a row of down
 struct Shared {
-#if TAKE_AHEAD
-  alignas(16) uint4 rows[2][GROUPS][32];
-#endif
   union {
     alignas(16) float parts[BUFFERS][WARPS][16 * MAX_ROWS];  // gate and up
-#if !TAKE_AHEAD
     alignas(16) uint4 rows[2][GROUPS][32];                   // down: a block's outputs come from at most two experts
-#endif
     float2 scores[MAX_ROWS * EXPERTS];                       // before both
   };
-  // With TAKE_AHEAD: scales of groups that finishers have put among the rows; 1 where they could not put all there.
-  u32 powers[2 * GROUPS][MAX_ROWS], late;
   u32 most[2][WARPS][MAX_ROWS];
   float units[2][MAX_ROWS];
   Choice choice;
   // Barriers: pages of gate and up and tiles of down that have come, tiles of down that have been read, partial sums that
-  // are there, and that have been taken; finishers that have put all their groups among the rows, and that have brought
-  // them to their row's units or are late.
-  u64 full[PAGES], tiles[PLACES], empty[PLACES], whole[BUFFERS], taken[BUFFERS], gathered, ready;
+  // are there, and that have been taken.
+  u64 full[PAGES], tiles[PLACES], empty[PLACES], whole[BUFFERS], taken[BUFFERS];
 };
 static_assert(sizeof(Shared) <= RING, "the ring lies behind");
 // What a block does. Tiles of gate and up go round the blocks, so that all but the last experts' are done long before the
@@ -44,8 +36,7 @@ static_assert(sizeof(Shared) <= RING, "the ring lies behind");
 struct Work {
   int firsts, second, second_end;
 };
-constexpr u32 WAITING = TAKE_AHEAD ? 192 : 128, LATE = TAKE_AHEAD ? 11 : 3;  // in pairs; experts
-constexpr u32 TILE = WARPS * FIRST_PAIRS;  // pairs of a tile of gate and up
+constexpr u32 WAITING = 128, TILE = WARPS * FIRST_PAIRS;  // in pairs; pairs of a tile of gate and up
 static_assert(MAX_ROWS * TOP * (FIRST_TILES * TILE + SECOND_TILES * SECOND_PAIRS) < (1 << 23), "products fit 32 bits");
 DEV int first_item(int k) { return blockIdx.x + k * gridDim.x; }
 DEV Work share_work(u32 experts) {
@@ -54,7 +45,7 @@ DEV Work share_work(u32 experts) {
   const int firsts = each + (block < rest);
   if (pairs < (TILE + WAITING + 1) * blocks)
     return {firsts, (int)(seconds * block / blocks), (int)(seconds * (block + 1) / blocks)};
-  const u32 last = min(LATE * blocks / experts, blocks), all = items * TILE + pairs + last * WAITING;
+  const u32 last = min(3 * blocks / experts, blocks), all = items * TILE + pairs + last * WAITING;
   auto before = [&](u32 b) {  // tiles of down of blocks before b
     const u32 other = (each * b + min(b, rest)) * TILE + (b + last > blocks ? b + last - blocks : 0) * WAITING;
     return (int)((all * b / blocks - other) / SECOND_PAIRS);

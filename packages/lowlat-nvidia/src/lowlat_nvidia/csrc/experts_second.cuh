@@ -1,6 +1,6 @@
 // Down: activations of other blocks become rows of the matrix instructions, a warp has tiles of its own.
 #pragma once
-#include "experts_ahead.cuh"
+#include "experts_ring.cuh"
 
 // The activations of the experts of this block's outputs, as rows of matrix instructions. They come from other blocks.
 DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots, int warp, int lane, u32 epoch) {
@@ -20,7 +20,8 @@ DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots,
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int u = i * WARPS + warp;
-      const u8* at = activations_at(p, first_slot, u, row, lane);
+      const u8* at = p.inner + (((long long)(first_slot + u / GROUPS) * MAX_ROWS + row) * INNER + u % GROUPS * GROUP +
+                                lane % 4 * 8) * 8;
 #pragma unroll
       for (int j = 0; j < 4; j++)
         if (got[i][j].y != epoch || got[i][j].w != epoch) got[i][j] = load_exchange(at + j * 16);
@@ -45,8 +46,7 @@ DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots,
     if (u >= GROUPS && u < slots * GROUPS) unit1 = max(unit1, powers[i]);
   }
   if (lane % 4 == 0) s.most[0][warp][row] = unit0, s.most[1][warp][row] = unit1;
-  if (TAKE_AHEAD) named_sync(1, 32 * WARPS);
-  else named_sync(2, THREADS);  // partial sums are no longer read, too: rows take their place
+  named_sync(2, THREADS);  // partial sums are no longer read, too: rows take their place
 #pragma unroll
   for (int w = lane % 4; w < WARPS; w += 4) unit0 = max(unit0, s.most[0][w][row]), unit1 = max(unit1, s.most[1][w][row]);
 #pragma unroll

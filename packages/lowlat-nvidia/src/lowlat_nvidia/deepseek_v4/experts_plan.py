@@ -38,11 +38,6 @@ class ExpertsPlan:
     """Bound of gate and up: `swiglu_limit`."""
     scaling: float = 1.5
     multiprocessors: int = 132
-    first_pages: int = 4
-    """Pages that are asked for before the first has come, 2 or 4: where the products have no router before them, rows
-    queue behind these."""
-    take_ahead: bool = False
-    """The finishers make rows of down of activations that have come, during gate and up."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -50,7 +45,6 @@ class ExpertsPlan:
             (self.inner % 64 != 0 or self.inner > 1024, f"inner {self.inner}: a multiple of 64, at most 1024"),
             (self.experts % 32 != 0 or self.experts > 512, f"experts {self.experts}: a multiple of 32, at most 512"),
             (not 1 <= self.top <= 16, f"top {self.top}: 1 to 16"),
-            (self.first_pages not in (2, 4), f"first_pages {self.first_pages}: 2 or 4"),
             (
                 4 * min(MAX_ROWS * self.top, self.experts) > 3 * self.multiprocessors,
                 f"top {self.top}: outputs of one of {self.multiprocessors} blocks would be of three experts",
@@ -88,13 +82,10 @@ class ExpertsPlan:
 
     @property
     def _ring_at(self) -> int:
-        sums, rows = BUFFERS * WARPS * 16 * MAX_ROWS * 4, 2 * 2 * MAX_ROWS * self.inner
-        places = sums + rows if self.take_ahead else max(sums, rows)
+        sums = max(BUFFERS * WARPS * 16 * MAX_ROWS * 4, 2 * 2 * MAX_ROWS * self.inner)
         choice = 4 * (2 + self.experts) + 12 * MAX_ROWS * self.top
-        barriers = 8 * (9 * MAX_PAGES + 2 * BUFFERS + 2)
-        powers = 4 * (2 * self.inner // GROUP * MAX_ROWS + 1)
-        fixed = places + 2 * (WARPS + FINISHERS) * MAX_ROWS * 4 + choice + barriers + powers
-        return -(-(fixed + 256) // 128) * 128
+        barriers = 8 * (9 * MAX_PAGES + 2 * BUFFERS)
+        return -(-(sums + 2 * (WARPS + FINISHERS) * MAX_ROWS * 4 + choice + barriers + 256) // 128) * 128
 
     @property
     def pages(self) -> int:
@@ -116,6 +107,4 @@ class ExpertsPlan:
             "LIMIT": self.limit,
             "PAGES": self.pages,
             "RING": self._ring_at,
-            "BEGUN": min(self.first_pages, self.pages // 2),
-            "TAKE_AHEAD": int(self.take_ahead),
         }
