@@ -85,11 +85,14 @@ def test_the_first_request_of_all_may_decline(target: Path, expected: dict[str, 
         assert engine._core.stats().guessed_tokens == 0
 
 
-@pytest.mark.parametrize("spec", ["ngram", "dspark"])
-def test_two_ranks_agree(target: Path, expected: dict[str, list[int]], options: dict, spec: str):
-    with Engine(model=str(target), tensor_parallel=2, spec_width=4, **options[spec], **SETTINGS) as engine:
+@pytest.mark.parametrize(("spec", "width", "least"), [("ngram", 4, 10), ("dspark", 4, 100), ("draft-model", None, 1)])
+def test_two_ranks_agree(
+    target: Path, expected: dict[str, list[int]], options: dict, spec: str, width: int | None, least: int
+):
+    """Where the width adapts, rank 0's clock decides how many guesses each request gets."""
+    with Engine(model=str(target), tensor_parallel=2, spec_width=width, **options[spec], **SETTINGS) as engine:
         assert run_all(engine, crowd()) == expected
-        assert engine._core.stats().guessed_tokens > (10 if spec == "ngram" else 100)
+        assert engine._core.stats().guessed_tokens >= least
 
 
 def proposals_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
