@@ -240,6 +240,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
     s.temperatures[thread] = p.temperatures[thread];
     s.seeds[thread] = p.seeds[thread], s.positions[thread] = p.positions[thread];
   }
+  // What the first step starts with. Where all of the head comes to the chip now, asked for before it.
+  const auto fetch_anchors = [&] {
+    if (warp < MAX_REQUESTS) fetch_embedding(p, s, warp, warp < p.requests ? p.anchors[warp] : 0, lane);
+  };
+  if (!PASSES) fetch_anchors();
   const bool own = others + warp < tiles;
   const u64 once = read_once_policy(), keep = keep_policy();
   uint4 mine[2 * K_PAIRS];
@@ -251,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) markov_proposals(const 
   if (PASSES) begin_passing(w, warp < passing, mine_passing, keep);
   prefetch_base(p, first * ROWS, rows);
   copy_base(p, s, 0, first * ROWS, rows);
-  if (warp < MAX_REQUESTS) fetch_embedding(p, s, warp, warp < p.requests ? p.anchors[warp] : 0, lane);
+  if (PASSES) fetch_anchors();
   __syncthreads();
   for (int step = 0; step < p.steps && !s.failed; step++) {
     forget(lane);
