@@ -314,3 +314,16 @@ def test_kernels_are_compiled_before_they_come(tmp_path):
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert "compiled with triton" in run.stdout
+
+
+@pytest.mark.parametrize("by_rows", [0, 1])
+def test_requests_wait_for_no_kernel(by_rows, tmp_path):
+    """What requests beside each other need was compiled when the engine started, whatever attention it chose."""
+    (tmp_path / "model").mkdir()
+    program = str(Path(__file__).with_name("compiled_ready.py"))
+    run = subprocess.run(
+        [sys.executable, program, str(tmp_path / "model"), str(by_rows)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}, capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "kernels serve them" in run.stdout

@@ -98,8 +98,8 @@ class DeviceDecoder:
         return self._add_norm(added, residual_RH, self.decoder.norm_H, self.decoder.config.rms_norm_eps)
 
     def head(self, x_MH: torch.Tensor) -> torch.Tensor:
-        """What this rank brings to `whole` for last states, [M, C]."""
-        return self.ops.product(x_MH, self.decoder.head).float()
+        """What this rank brings to `whole` for last states, [M, C]; of several by the kernel that decode steps have."""
+        return self.ops.product(x_MH, self.decoder.head, out_dtype=torch.float32)
 
     def logits(self, x_MH: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] in float32 of last states."""
