@@ -30,6 +30,7 @@ from lowlat.bench.presets import PRESETS, any_shape
 from lowlat.bench.results import Simulated, check_folder, new_result, row_from_interval, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat.engine import row_kernels
+from lowlat.layers.triton_ops import EVERY
 
 FORMS: dict[str, bool | None] = {"": None, " older": False, " rows": True}
 """Whether attention of few rows has kernels of its own; None: as the start finds."""
@@ -44,7 +45,7 @@ def forced(by_rows: bool | None) -> Iterator[None]:
     def chosen(model: Any, ops: Any, *rest: Any) -> None:
         choose(model, ops, *rest)
         if by_rows is not None:
-            ops.row_attention = ops.one_row_attention = by_rows
+            ops.row_attention = ops.one_row_attention = EVERY if by_rows else 0
 
     module.choose_row_kernels = chosen
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from family_kit import build, save_random
 
 from lowlat.engine import row_kernels
 from lowlat.layers.device_reference import ReferenceOps
-from lowlat.layers.triton_ops import TritonOps
+from lowlat.layers.triton_ops import EVERY, TritonOps
 from lowlat.parallel.group import SingleRank
 from lowlat.parallel.shard import Shard
 
@@ -41,7 +42,8 @@ class TwoRanks(SingleRank):
 
 
 def chosen(runner, monkeypatch, ratios, *, width=1, ranks=None, result=1.0):
-    """Switches of an engine in which the way with our kernels takes `ratios` of the other, chain by chain."""
+    """Switches of an engine in which the way with our kernels takes `ratios` of the other, chain by chain: those that
+    are not 0."""
     ops, seen = TritonOps(4), []
 
     def replayed(chain):
@@ -54,7 +56,7 @@ def chosen(runner, monkeypatch, ratios, *, width=1, ranks=None, result=1.0):
     monkeypatch.setattr(row_kernels, "_replayed", replayed)
     where = (runner.kv, 4, width, ranks or SingleRank())
     row_kernels.choose_row_kernels(runner.model, ops, *where)
-    return {name for name in row_kernels._NAMES if getattr(ops, name)}, seen
+    return {name: most for name in row_kernels._NAMES if (most := getattr(ops, name))}, seen
 
 
 def test_every_size_of_a_step_is_tried(runner, monkeypatch):
@@ -65,29 +67,39 @@ def test_every_size_of_a_step_is_tried(runner, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ratios", "used"),
-    [([0.8, 0.9], True), ([0.8, 1.02], True), ([1.01, 0.5], False), ([0.8, 1.1], False), ([1.1, 1.1], False)],
+    ("ratios", "most"),
+    # One request gains or loses, then four.
+    [([0.8, 0.9], EVERY), ([0.8, 1.02], 1), ([0.8, 1.1], 1), ([1.01, 0.5], 0), ([1.1, 1.1], 0)],
 )
-def test_used_where_one_request_gains_and_no_size_loses(runner, monkeypatch, ratios, used):
-    names, _ = chosen(runner, monkeypatch, ratios)
-    assert names == ({"one_row_attention"} if used else set())
+def test_used_for_as_many_requests_as_gain(runner, monkeypatch, ratios, most):
+    found, _ = chosen(runner, monkeypatch, ratios)
+    assert found == ({"one_row_attention": most} if most else {})
+
+
+@pytest.mark.parametrize(("longest", "most"), [(1.02, EVERY), (1.05, 0)])
+def test_a_long_context_may_take_hardly_longer(runner, monkeypatch, longest, most):
+    monkeypatch.setattr(row_kernels, "_CONTEXT", 50)  # so that each number of requests is tried behind two lengths
+    found, seen = chosen(runner, monkeypatch, [0.5, longest])
+    assert len(seen) == 8 if most else 4
+    assert found == ({"one_row_attention": most} if most else {})
 
 
 def test_not_used_where_results_differ(runner, monkeypatch):
-    assert chosen(runner, monkeypatch, [0.5], result=1.1)[0] == set()
-    assert chosen(runner, monkeypatch, [0.5], result=float("nan"))[0] == set()
+    assert chosen(runner, monkeypatch, [0.5], result=1.1)[0] == {}
+    assert chosen(runner, monkeypatch, [0.5], result=float("nan"))[0] == {}
 
 
 def test_several_rows_are_chosen_by_themselves(runner, monkeypatch):
-    assert chosen(runner, monkeypatch, [0.5], width=3)[0] == {"one_row_attention", "row_attention"}
-    assert chosen(runner, monkeypatch, [0.5, 0.5, 2.0, 0.5], width=3)[0] == {"one_row_attention"}
+    assert chosen(runner, monkeypatch, [0.5], width=3)[0] == {"one_row_attention": EVERY, "row_attention": EVERY}
+    found, _ = chosen(runner, monkeypatch, [0.5, 0.5, 2.0, 0.5], width=3)
+    assert found == {"one_row_attention": EVERY}
 
 
 def test_ranks_choose_the_same(runner, monkeypatch):
     both, one = TwoRanks([0.0, 0.0, 1.0, 0.0]), TwoRanks([0.0, 0.0, 0.0, 1.0])
-    assert chosen(runner, monkeypatch, [0.5], ranks=both)[0] == {"one_row_attention"}
-    assert chosen(runner, monkeypatch, [0.5], ranks=one)[0] == set()
-    assert chosen(runner, monkeypatch, [2.0], ranks=both)[0] == set()
+    assert chosen(runner, monkeypatch, [0.5], ranks=both)[0] == {"one_row_attention": 1}
+    assert chosen(runner, monkeypatch, [0.5], ranks=one)[0] == {}
+    assert chosen(runner, monkeypatch, [2.0], ranks=both)[0] == {}
 
 
 def test_a_rank_that_fails_still_answers_the_others(runner, monkeypatch):
@@ -95,14 +107,15 @@ def test_a_rank_that_fails_still_answers_the_others(runner, monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(row_kernels, "attention_chains", broken)
-    assert chosen(runner, monkeypatch, [0.5], ranks=TwoRanks([0.0, 0.0, 1.0, 0.0]))[0] == set()
+    assert chosen(runner, monkeypatch, [0.5], ranks=TwoRanks([0.0, 0.0, 1.0, 0.0]))[0] == {}
 
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_what_is_tried_is_a_step(runner, width):
     """Requests read what was put into the cache for them, and write beside it."""
-    chains = row_kernels.attention_chains(runner.model, runner.kv, 4, width)
-    assert len(chains) > 1
+    groups = row_kernels.attention_chains(runner.model, runner.kv, 4, width)
+    chains = list(itertools.chain(*groups))
+    assert len(groups) == 2
     for chain in chains:
         pool = runner.kv.values[-1]
         before = pool.clone()

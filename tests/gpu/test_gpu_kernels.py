@@ -185,13 +185,13 @@ def test_attention_of_new_rows(shape, before, rows, early, dtype):
 def test_attention_of_one_row_is_the_same_bits_beside_any_requests():
     from row_cases import RowCase, Shape
 
-    from lowlat.layers.triton_ops import TritonOps
+    from lowlat.layers.triton_ops import EVERY, TritonOps
 
     before = [40_000, 513, 64, 7, 0, 3000, 9, 1200]
     case = RowCase(Shape(1, 32, 8, 128, 16, norms=True), before, [1] * 8, "cuda", torch.bfloat16).moved()
     ops = TritonOps(torch.cuda.get_device_properties(0).multi_processor_count, early_start=True)
     older = case.run(ops)
-    ops.one_row_attention = True
+    ops.one_row_attention = EVERY
     together, batch = case.run(ops), case.step.segments[0]
     close(together, older, torch.bfloat16)
     assert not torch.equal(together, older), "not the kernels"

@@ -5,6 +5,7 @@ test_kernels_compile.py runs this in a process of its own: Triton is told of a G
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from family_kit import build, save_random
 from lowlat.engine import row_kernels
 from lowlat.engine.device_sampler import SamplingMode
 from lowlat.layers.triton.ahead import compile_all, rehearsal
-from lowlat.layers.triton_ops import TritonOps
+from lowlat.layers.triton_ops import EVERY, TritonOps
 
 
 class NoDriver:
@@ -51,15 +52,15 @@ def check_choice(runner: Any) -> None:
             "one_row_attention": row_kernels.attention_chains(runner.model, runner.kv, 2, 1),
             "row_attention": row_kernels.attention_chains(runner.model, runner.kv, 2, 3),
         }
-        assert all(len(chains) > 1 for chains in wanted.values())
+        assert all(len(groups) > 1 for groups in wanted.values())
         row_kernels._compile(wanted, ops, torch.device("cpu"))
         compiled = cached()
         names = {Path(path).stem for path in compiled - before}
         assert {"row_attend_kernel", "join_kernel", "attend_kernel", "combine_kernel"} <= names
-        for name, chains in wanted.items():
-            for ours in (False, True):
+        for name, groups in wanted.items():
+            for ours in (0, EVERY):
                 setattr(ops, name, ours)
-                for chain in chains:
+                for chain in itertools.chain(*groups):
                     chain.run()
     assert cached() == compiled
 

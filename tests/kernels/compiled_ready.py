@@ -34,7 +34,7 @@ class Graphs(RehearsedBodies):
 
 
 def main() -> None:
-    folder, by_rows = Path(sys.argv[1]), bool(int(sys.argv[2]))
+    folder, by_rows = Path(sys.argv[1]), int(sys.argv[2])
     pack: Any = lambda self, weight_OI, bias_O=None: CudaLinear(weight_OI, bias_O)  # noqa: E731
     CpuPlatform.pack = pack  # type: ignore[method-assign]
     driver.set_active(NoDriver())

@@ -12,7 +12,7 @@ from row_cases import REQUESTS, SHAPES, RowCase, Shape, check_new_rows
 
 from lowlat.layers.device_reference import ReferenceOps
 from lowlat.layers.device_step import RowSegments
-from lowlat.layers.triton_ops import TritonOps
+from lowlat.layers.triton_ops import EVERY, TritonOps
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -26,7 +26,7 @@ def test_new_rows(shape, before, rows):
 
 def test_a_row_is_the_same_bits_beside_any_neighbours():
     shape, ops = SHAPES[0], TritonOps(20)
-    ops.row_attention = True
+    ops.row_attention = EVERY
     together = RowCase(shape, [300, 17, 90], [7, 5, 7])
     alone = RowCase(shape, [90], [7])
     alone.qkv_RYD = together.qkv_RYD[14:].clone()
@@ -44,7 +44,7 @@ def test_a_row_is_the_same_bits_beside_any_neighbours():
 def test_one_row_is_the_same_bits_beside_any_requests_and_chunks():
     """Padding as decode steps have it: a row that no request has, of length 0."""
     shape, ops = Shape(1, 6, 2, 16, 16, norms=True), TritonOps(20)
-    ops.one_row_attention = True
+    ops.one_row_attention = EVERY
     together = RowCase(shape, [300, 17, 90, 40], [1, 1, 1, 0])
     batch = together.step.segments[0]
     batch.rows_B.fill_(1)
@@ -71,7 +71,7 @@ def test_one_row_is_the_same_bits_beside_any_requests_and_chunks():
 
 def test_other_steps_go_the_other_way():
     ops = TritonOps(4)
-    ops.row_attention = True
+    ops.row_attention = EVERY
     case = RowCase(SHAPES[0], [20], [7])
     kernels = case.moved().run(ops)
     case.step.segments[0].tight = False

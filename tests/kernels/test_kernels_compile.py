@@ -316,7 +316,7 @@ def test_kernels_are_compiled_before_they_come(tmp_path):
     assert "compiled with triton" in run.stdout
 
 
-@pytest.mark.parametrize("by_rows", [0, 1])
+@pytest.mark.parametrize("by_rows", [0, 1, 8], ids=["older", "of one request", "of all"])
 def test_requests_wait_for_no_kernel(by_rows, tmp_path):
     """What requests beside each other need was compiled when the engine started, whatever attention it chose."""
     (tmp_path / "model").mkdir()

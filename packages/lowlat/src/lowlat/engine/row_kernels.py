@@ -18,7 +18,7 @@ from lowlat.layers.device_step import DeviceOps, DeviceStep, RowSegments
 from lowlat.layers.triton.ahead import compile_all, rehearsal
 from lowlat.layers.triton.row_attention import fits as attention_fits
 from lowlat.layers.triton.row_product import fits, fits_head
-from lowlat.layers.triton_ops import TritonOps
+from lowlat.layers.triton_ops import EVERY, TritonOps
 from lowlat.models.decoder import GatedMLP
 from lowlat.models.device_decoder import DeviceDecoder
 from lowlat.parallel.group import Communicator
@@ -40,7 +40,7 @@ _SLOWER = 1.03
 _TOLERANCE = 0.03
 
 _NAMES = ("row_products", "row_heads", "one_row_attention", "row_attention")
-"""Switches of `TritonOps`."""
+"""Switches of `TritonOps`; those of products are 0 or not."""
 
 
 class Chain(NamedTuple):
@@ -58,7 +58,8 @@ def choose_row_kernels(
 ) -> None:
     """Let `ops` use kernels of ours where they are right, and faster in a chain of all layers than what they stand for:
     products of several rows by cuBLAS, those of layers and that with the head; and attention of one row, and of the
-    `width` rows that a request may have, by the kernels of all other steps. Ranks choose the same.
+    `width` rows that a request may have, by the kernels of all other steps: of one request, and of several where they
+    are faster for those too. Ranks choose the same.
 
     `kv`: where attention is tried, before there is anything in it. `requests`: the most of a step.
     """
@@ -66,49 +67,61 @@ def choose_row_kernels(
     products = _products(model, ops) if requests * width > 1 else None
     # Larger models gain less by it than their start would lose.
     head = None if products is None else _head(model, ops)
-    wanted = {"row_products": [products] if products else [], "row_heads": [head] if head else []}
+    wanted = {"row_products": [[products]] if products else [], "row_heads": [[head]] if head else []}
     try:
         wanted["one_row_attention"] = attention_chains(model, kv, requests, 1)
         wanted["row_attention"] = attention_chains(model, kv, requests, width) if width > 1 else []
-        wanted = {name: chains for name, chains in wanted.items() if chains}
+        wanted = {name: groups for name, groups in wanted.items() if groups}
         _compile(wanted, ops, model.decoder.embedding_VH.device)
-        for name, chains in wanted.items():
-            _choose(name, chains, ops)
+        for name, groups in wanted.items():
+            _choose(name, groups, ops)
     except Exception as error:  # whatever a compiler or a driver says: the other kernels are always there
         for name in _NAMES:
-            setattr(ops, name, False)
+            setattr(ops, name, 0)
         log.warning("decode steps go without kernels that are chosen by their times: %s", error)
     if communicator.shard.size > 1:
         chosen = torch.tensor([float(getattr(ops, name)) for name in _NAMES])
         for name, everywhere in zip(_NAMES, communicator.gather(chosen).amin(0).tolist(), strict=True):
-            setattr(ops, name, bool(everywhere))
+            setattr(ops, name, int(everywhere))
 
 
-def _compile(wanted: dict[str, list[Chain]], ops: TritonOps, device: torch.device) -> None:
+def _compile(wanted: dict[str, list[list[Chain]]], ops: TritonOps, device: torch.device) -> None:
     """All kernels of both ways, side by side."""
     with rehearsal() as found:
-        for name, chains in wanted.items():
-            for ours in (False, True):
+        for name, groups in wanted.items():
+            for ours in (0, EVERY):
                 setattr(ops, name, ours)
-                for chain in chains:
-                    chain.run()
+                for group in groups:
+                    for chain in group:
+                        chain.run()
     compile_all(found, device)
 
 
-def _choose(name: str, chains: list[Chain], ops: TritonOps) -> None:
-    """Ours where the first chain is faster so, and no other one slower."""
+def _choose(name: str, groups: list[list[Chain]], ops: TritonOps) -> None:
+    """Ours for one request where the first group says so, and for more where the others do too."""
+    most = 0
+    for last, group in enumerate(groups, start=1 - len(groups)):
+        if not _better(name, group, ops):
+            break
+        most = EVERY if last == 0 else 1
+    setattr(ops, name, most)
+    log.info("%s: %s", name.replace("_", " "), {0: "not used", 1: "used for one request"}.get(most, "used"))
+
+
+def _better(name: str, chains: list[Chain], ops: TritonOps) -> bool:
+    """Whether ours are right, faster in the first chain, and in no other one slower."""
     title, right, ratios = name.replace("_", " "), True, []
     for chain in chains:
         results, seconds = {}, {}
-        for ours in (False, True):
+        for ours in (0, EVERY):
             setattr(ops, name, ours)
             results[ours], seconds[ours] = _replayed(chain)
-        right = right and all(map(_alike, results[False], results[True]))
-        ratios.append(seconds[True] / seconds[False])
-        log.info("%s: %s: %.0f us without, %.0f us with", title, chain.of, seconds[False] * 1e6, seconds[True] * 1e6)
-    used = right and ratios[0] < 1 and max(ratios) <= _SLOWER
-    setattr(ops, name, used)
-    log.info("%s: %s", title, "used" if used else "not used" if right else "not used: the result differs")
+        alike = all(map(_alike, results[0], results[EVERY]))
+        right = right and alike
+        ratios.append(seconds[EVERY] / seconds[0])
+        times = (seconds[0] * 1e6, seconds[EVERY] * 1e6, "" if alike else ", but the result differs")
+        log.info("%s: %s: %.0f us without, %.0f us with%s", title, chain.of, *times)
+    return right and ratios[0] < 1 and max(ratios) <= _SLOWER
 
 
 def _alike(expected: torch.Tensor, got: torch.Tensor) -> bool:
@@ -157,20 +170,24 @@ def _head(model: DeviceDecoder, ops: TritonOps) -> Chain | None:
     return Chain("four steps", chain)
 
 
-def attention_chains(model: DeviceDecoder, kv: KVPool, requests: int, width: int) -> list[Chain]:
-    """Attention of `width` rows a request: of one request and of several, behind few tokens and behind many; none where
-    such steps are not for the kernels."""
+def attention_chains(model: DeviceDecoder, kv: KVPool, requests: int, width: int) -> list[list[Chain]]:
+    """Attention of `width` rows a request: of one request, then of several, each behind few tokens and behind many;
+    none where such steps are not for the kernels."""
     layer = model.decoder.layers[0]
     batch = _Batch(model, kv, 1, 1, width).step.segments[0]
     if not attention_fits(batch, layer.query_heads, layer.rotated_heads - layer.query_heads, layer.head_dim):
         return []
     page = kv.layout.page_size
-    sizes = []
-    for count in (1, min(_REQUESTS, requests)):
+    groups = []
+    for count in dict.fromkeys((1, min(_REQUESTS, requests))):
         room = min(kv.layout.pages // count * page, len(model.decoder.ropes[layer.window].tables[0]), _LONGEST) - width
-        sizes += [(count, min(_CONTEXT, room)), (count, room)]
-    batches = [_Batch(model, kv, count, before, width) for count, before in dict.fromkeys(sizes) if before > 0]
-    return [chain for batch in batches if (chain := batch.chain(model, kv)) is not None]
+        sizes = [before for before in dict.fromkeys((min(_CONTEXT, room), room)) if before > 0]
+        batches = [_Batch(model, kv, count, before, width) for before in sizes]
+        chains = [chain for batch in batches if (chain := batch.chain(model, kv)) is not None]
+        if not chains:
+            break
+        groups.append(chains)
+    return groups
 
 
 class _Batch:

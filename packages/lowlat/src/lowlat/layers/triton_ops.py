@@ -34,6 +34,9 @@ from lowlat.layers.verify import SlotTables, VerifyRows
 from lowlat.platform.base import PackedLinear
 from lowlat.platform.cuda import CudaLinear
 
+EVERY = 1 << 30
+"""More requests than any step has."""
+
 
 class _LayersExperts(msgspec.Struct, frozen=True):
     """What the kernels need of a layer's experts."""
@@ -75,11 +78,11 @@ class TritonOps:
         """Whether products of several rows with small weights have a kernel of ours (`engine/row_kernels.py`)."""
         self.row_heads = False
         """The same of products with a head."""
-        self.row_attention = False
-        """Whether attention of a few new rows of each request has kernels of its own (`engine/row_kernels.py`)."""
-        self.one_row_attention = False
-        """The same of one row of each request: of all decode steps without guesses, so that a row's result does not
-        depend on how many there are."""
+        self.row_attention = 0
+        """Requests of a step up to which attention of a few new rows of each has kernels of its own
+        (`engine/row_kernels.py`)."""
+        self.one_row_attention = 0
+        """The same of one new row of each: decode steps without guesses."""
         self._programs = 2 * processors
         self._early = early_start
         self._experts: dict[int, _LayersExperts | None] = {}
@@ -248,8 +251,8 @@ class TritonOps:
 
     def _by_new_rows(self, batch: RowSegments, heads: int, kv_heads: int, dim: int) -> bool:
         """Whether these rows have the attention of a few new ones."""
-        chosen = self.one_row_attention if batch.most_rows == 1 else self.row_attention
-        return chosen and row_attention.fits(batch, heads, kv_heads, dim)
+        most = self.one_row_attention if batch.most_rows == 1 else self.row_attention
+        return len(batch.slots_B) <= most and row_attention.fits(batch, heads, kv_heads, dim)
 
     def take_slots(
         self,
