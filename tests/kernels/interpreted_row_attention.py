@@ -5,11 +5,15 @@ test_kernels_interpreted.py runs them in a process of its own, since a process e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import pytest
 import torch
 from row_cases import REQUESTS, SHAPES, RowCase, Shape, check_new_rows
 
+from lowlat.bench.region_arms import OPERATIONS
 from lowlat.layers.device_reference import ReferenceOps
 from lowlat.layers.device_step import RowSegments
 from lowlat.layers.triton_ops import EVERY, TritonOps
@@ -77,3 +81,22 @@ def test_other_steps_go_the_other_way():
     case.step.segments[0].tight = False
     torch.testing.assert_close(case.moved().run(ops), kernels, rtol=2e-5, atol=2e-5)
     assert not torch.equal(case.moved().run(ops), kernels)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(EVERY, ["row_attend"]), (0, ["rope_write", "attend"])])
+def test_regions_see_the_operations(most, expected):
+    """`lowlat bench regions` marks operations by their names."""
+    ops, seen = TritonOps(4), []
+    ops.row_attention = most
+
+    def mark(name: str, whole: Callable[..., Any]) -> None:
+        def marked(*args: Any) -> Any:
+            seen.append(name)
+            return whole(*args)
+
+        setattr(ops, name, marked)
+
+    for name in sorted(set(OPERATIONS) & {"attend", "row_attend", "rope_write"}):
+        mark(name, getattr(ops, name))
+    RowCase(SHAPES[0], [20], [7]).moved().run(ops)
+    assert seen == expected

@@ -199,26 +199,14 @@ class TritonOps:
         step: DeviceStep,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """Paged attention; the segments cover every row, so that all of the result is written."""
+        """Paged attention of the segments' rows; other rows of the result are not written."""
         out_RND = torch.empty_like(q_RND)
-        self._attend(q_RND, keys_SKD, values_SKD, step, step.segments, rule, out_RND)
-        return out_RND.flatten(1)
-
-    def _attend(
-        self,
-        q_RND: torch.Tensor,
-        keys_SKD: torch.Tensor,
-        values_SKD: torch.Tensor,
-        step: DeviceStep,
-        segments: list[RowSegments],
-        rule: AttentionRule,
-        out_RND: torch.Tensor,
-    ) -> None:
-        for batch in segments:
+        for batch in step.segments:
             attend(
                 q_RND, keys_SKD, values_SKD, step.table_TP, step.page_size, batch, rule, out_RND,
                 programs=self._programs, early_start=self._early, block_base=step.block_base,
             )  # fmt: skip
+        return out_RND.flatten(1)
 
     def rope_attend(
         self,
@@ -230,7 +218,7 @@ class TritonOps:
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """In two kernels for a few new rows of each request; a row goes by the same ones beside any others."""
+        """In two kernels for a few new rows of each request."""
         rows, packed, dim = qkv_RYD.shape
         kv_heads = keys_SKD.shape[1]
         heads = packed - 2 * kv_heads
@@ -238,16 +226,33 @@ class TritonOps:
         others: list[RowSegments] = []
         for batch in step.segments:
             (few if self._by_new_rows(batch, heads, kv_heads, dim) else others).append(batch)
-        out_RND = qkv_RYD.new_empty(rows, heads, dim)
         if others:
             q_RND = self.rope_write(qkv_RYD, keys_SKD, values_SKD, step, tables, norms)
-            self._attend(q_RND, keys_SKD, values_SKD, step, others, rule, out_RND)
+            seen = msgspec.structs.replace(step, segments=others)
+            out_RX = self.attend(q_RND, keys_SKD, values_SKD, seen, rule)
+        else:
+            out_RX = qkv_RYD.new_empty(rows, heads * dim)
         for batch in few:
-            row_attention.row_attend(
-                qkv_RYD, keys_SKD, values_SKD, step, batch, tables, norms, rule, out_RND,
-                programs=self._programs, early_start=self._early,
-            )  # fmt: skip
-        return out_RND.flatten(1)
+            self.row_attend(qkv_RYD, keys_SKD, values_SKD, step, batch, tables, norms, rule, out_RX)
+        return out_RX
+
+    def row_attend(
+        self,
+        qkv_RYD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        step: DeviceStep,
+        batch: RowSegments,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        rule: AttentionRule,
+        out_RX: torch.Tensor,
+    ) -> None:
+        """`rope_attend` of a few new rows of each request; writes them to `out_RX`, [R, N * D]."""
+        row_attention.row_attend(
+            qkv_RYD, keys_SKD, values_SKD, step, batch, tables, norms, rule, out_RX,
+            programs=self._programs, early_start=self._early,
+        )  # fmt: skip
 
     def _by_new_rows(self, batch: RowSegments, heads: int, kv_heads: int, dim: int) -> bool:
         """Whether these rows have the attention of a few new ones."""
