@@ -80,6 +80,22 @@ def test_newest_result_of_a_name_and_machine_wins(tmp_path):
     assert [r.rows[0].median for r in report.newest(found)] == [1.0, 3.0]
 
 
+def test_an_older_result_stays_where_it_has_a_workload_of_its_own(tmp_path):
+    alone = row("general", 4.0)
+    alone.workload = "another model"
+    for rows, date in (
+        ([row("general", 3.0), alone], "2026-11-01T00:00:00Z"),
+        ([row("general", 2.0), alone], "2026-11-02T00:00:00Z"),
+        ([row("general", 1.0)], "2026-11-03T00:00:00Z"),
+    ):
+        save(result(*rows, date=date), tmp_path)
+    from lowlat.bench.results import load_all
+
+    kept = report.newest(load_all(tmp_path))
+    assert [one.rows[0].median for one in kept] == [1.0, 2.0]
+    assert len({report.result_anchor(one) for one in kept}) == 2
+
+
 def test_rows_of_one_shape_are_all_shown():
     text = report.metric_table([row("general", 1000.0), row("general", 2000.0), row("other", 3000.0)])
     assert all(value in text for value in ("1000", "2000", "3000"))
@@ -142,9 +158,8 @@ def test_no_name_breaks_a_table_a_link_or_the_page(tmp_path):
     assert "`` lowlat bench step --model '`x`' ``" in page
     odd.name = "step-odd"
     (line,) = (line for line in readme.performance_block([(tmp_path, odd)]).splitlines() if r"a\|" in line)
-    assert line.startswith(
-        f"| [{SAFE}](docs/results.md#step-odd-1x-gpu-i) | 1,024 | 1 × GPU \\| \\<i\\> | random, incomplete run |"
-    )
+    where = f"docs/results.md#step-odd-1x-gpu-i-{odd.date[:10]}"
+    assert line.startswith(f"| [{SAFE}]({where}) | 1,024 | 1 × GPU \\| \\<i\\> | random, incomplete run |")
     # cells are told apart by bars that no backslash precedes
     cells = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", text)) for text in page.splitlines() if text.startswith("|")]
     assert len(set(cells[:4])) == 1, "every line of the table has as many cells as its head"

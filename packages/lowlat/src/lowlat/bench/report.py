@@ -149,9 +149,10 @@ def provenance(result: Result, *, weights_said: bool = True) -> str:
 
 
 def result_anchor(result: Result) -> str:
-    """The name of a result's section in a link: its name and its machine's."""
+    """The name of a result's section in a link: its name, its machine's, and the day."""
     machine = result.machine
-    words = f"{result.name} {machine.gpus}x {machine.gpu}" if machine.gpus else f"{result.name} {machine.cpu}"
+    where = f"{machine.gpus}x {machine.gpu}" if machine.gpus else machine.cpu
+    words = f"{result.name} {where} {result.date[:10]}"
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
@@ -169,13 +170,18 @@ def result_section(result: Result, *, weights_said: bool = True) -> str:
 
 
 def newest(results: Iterable[tuple[pathlib.Path, Result]]) -> list[Result]:
-    """The newest result of each name and machine: GPU runs first, then by name and machine."""
-    found: dict[tuple[str, str, int], Result] = {}
-    for _, result in results:
-        key = (result.name, result.machine.gpu or result.machine.cpu, result.machine.gpus)
-        if key not in found or found[key].date <= result.date:
-            found[key] = result
-    return [found[key] for key in sorted(found, key=lambda key: (key[2] == 0, key))]
+    """The newest result of each name and machine, and older ones that have a workload which no newer one has: GPU runs
+    first, then by name and machine, the newest first."""
+    found: dict[tuple[str, str, int], list[Result]] = {}
+    for _, result in sorted(results, key=lambda one: one[1].date, reverse=True):
+        kept = found.setdefault((result.name, result.machine.gpu or result.machine.cpu, result.machine.gpus), [])
+        if not kept or _workloads([result]) - _workloads(kept):
+            kept.append(result)
+    return [result for key in sorted(found, key=lambda key: (key[2] == 0, key)) for result in found[key]]
+
+
+def _workloads(results: Iterable[Result]) -> set[str]:
+    return {row.workload for result in results for row in result.rows}
 
 
 def full_report(results: Iterable[tuple[pathlib.Path, Result]]) -> str:
