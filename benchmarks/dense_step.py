@@ -118,8 +118,6 @@ def main() -> None:
     parser.add_argument("--ahead", default="0", help="units that come into the L2 before there is room for them")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--copies", default="4")
-    parser.add_argument("--idle", default="20")
-    parser.add_argument("--paced", default="1")
     parser.add_argument("--brief", action="store_true", help="check only the first variant of each run")
     parser.add_argument("--stamps", action="store_true")
     args = parser.parse_args()
@@ -130,13 +128,11 @@ def main() -> None:
         contexts = [int(c) for c in args.contexts.split(",")]
         rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), max(contexts) + 64, "cuda")
         base: DenseStep | None = None
-        for ring, units, ahead, copies, idle, paced in itertools.product(
+        for ring, units, ahead, copies in itertools.product(
             args.rings.split(","),
             map(int, args.units.split(",")),
             map(int, args.ahead.split(",")),
             map(int, args.copies.split(",")),
-            map(int, args.idle.split(",")),
-            args.paced.split(","),
         ):
             for stamps in (0, 16) if args.stamps else (0,):
                 plan = plans.DensePlan(
@@ -146,13 +142,10 @@ def main() -> None:
                     ahead=ahead,
                     stamps=stamps,
                     copies=copies,
-                    idle_ns=idle,
-                    paced=paced == "1",
                 )
                 start = time.time()
                 base = DenseStep(plan, weights, rotary)
-                label = f"{name} ring {ring} units {units} ahead {ahead} copies {copies} "
-                label += f"idle {idle} paced {paced}"
+                label = f"{name} ring {ring} units {units} ahead {ahead} copies {copies}"
                 attributes = [function.attributes() for function in base.functions]
                 if stamps == 0:
                     print(f"== {label}: built in {time.time() - start:.1f} s {attributes}", flush=True)

@@ -45,57 +45,19 @@ from lowlat_nvidia.dense.step import DenseStep, StepTensors, load_kernels
 from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
-JOINT: dict[str, Any] = {"one_row": None}
-"""One kernel for all steps, as it was until 989b57a."""
-RING = {"ring_limit": 128 * 1024}
 FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": (
-        JOINT,
-        {"under_way": 3},
-        {"under_way": 5},
-        {**RING},
-        {**RING, "under_way": 5},
-        {**RING, "under_way": 6},
-        {"early": False},
-    ),
+    "qwen3-0.6b": ({"under_way": 5},),
     "llama-1b": (
-        JOINT,
-        {**RING},
-        {**RING, "under_way": 3},
-        {"ring_limit": 160 * 1024, "units": 8},
-        {"weights_ahead": 2},
-        {"weights_ahead": 4},
-        {**RING, "weights_ahead": 2},
-        {"release_early": True},
+        {"under_way": 2},
+        {"ring_limit": 160 * 1024, "units": 8, "under_way": 3},
+        {"ring_limit": 160 * 1024, "units": 8, "under_way": 4},
     ),
-    "qwen3-8b": (
-        JOINT,
-        {**RING},
-        {**RING, "under_way": 3},
-        {"weights_ahead": 1},
-        {"weights_ahead": 2},
-        {"weights_ahead": 4},
-        {**RING, "weights_ahead": 2},
-        {"release_early": True},
-    ),
+    "qwen3-8b": ({"under_way": 2},),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": (
-        JOINT,
-        {"under_way": 4},
-        {"under_way": 7},
-        {"units": 16},
-        {"units_under_way": 1},
-        {"early": False},
-    ),
-    "llama-1b": (JOINT, {"streamed": False}, {"release_early": True}, {"units_under_way": 1}),
-    "qwen3-8b": (
-        JOINT,
-        {"streamed": False, "release_early": True},
-        {"release_early": True},
-        {"units_under_way": 1},
-        {"ahead": 24},
-    ),
+    "qwen3-0.6b": ({"under_way": 5},),
+    "llama-1b": ({"under_way": 2}, {"ring_limit": 128 * 1024, "units": 8, "under_way": 3}),
+    "qwen3-8b": ({"under_way": 2},),
 }
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""
 
@@ -179,7 +141,8 @@ def launched_plainly(built: DenseStep) -> DenseStep:
 
 
 def ends_of(built: DenseStep, inputs: StepTensors) -> str:
-    """What of a step lies before the first layer, in the head and behind it, by time stamps; in microseconds."""
+    """What of a step lies before the first layer, in the head and behind it, and what a layer's stages take, waits for
+    other blocks included, by time stamps; in microseconds."""
     twin = stamped(built)
     for _ in range(20):
         twin.run(inputs)
@@ -189,7 +152,12 @@ def ends_of(built: DenseStep, inputs: StepTensors) -> str:
     took = [(part.name, part.end_us - part.start_us) for part in parts if part.depth == 1]
     layers = [value for name, value in took if name == "layer"]
     ends = ", ".join(f"{name} {value:.1f}" for name, value in took if name != "layer")
-    return f"{ends}, a layer {sorted(layers)[len(layers) // 2]:.1f} (the first {layers[0]:.1f})"
+    stages: dict[str, float] = {}
+    for part in parts:
+        if part.depth == 2:
+            stages[part.name] = stages.get(part.name, 0.0) + (part.end_us - part.start_us) / len(layers)
+    inside = ", ".join(f"{name} {value:.1f}" for name, value in stages.items())
+    return f"{ends}, a layer {sorted(layers)[len(layers) // 2]:.1f} (the first {layers[0]:.1f}): {inside}"
 
 
 def check_forms(builds: dict[str, DenseStep], inputs: StepTensors) -> None:

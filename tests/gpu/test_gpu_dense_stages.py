@@ -29,12 +29,6 @@ SHAPES = {
     "heads of 128, query norms": plans.DenseShape(3, 1024, 16, 8, 128, 3072, 5003, True, 1e-6),
     "wide": plans.DenseShape(2, 4096, 32, 8, 128, 4096, 2999, True, 1e-6),
 }
-FORMS = {
-    **{name: (name, {}) for name in SHAPES},
-    "wide, early": ("wide", {"streamed": False, "release_early": True}),
-    "wide, streamed and early": ("wide", {"release_early": True, "units_under_way": 1}),
-}
-"""Shapes, and options of their plans."""
 CASES = {
     "one": ([[731]], 1),
     "two": ([[0], [731]], 16),
@@ -61,13 +55,12 @@ class Run:
         self.schedule = Schedule(plan, weights, alone.step.rotary, self.pools, page_size, rows, self.words_W)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=SHAPES)
 def built(request: pytest.FixtureRequest) -> Iterator[tuple[AloneSteps, object]]:
-    name, options = FORMS[request.param]
-    shape = SHAPES[name]
+    shape = SHAPES[request.param]
     weights = random_weights(shape, 11, "cuda")
     rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 2000, "cuda")
-    step = DenseStep(plans.DensePlan(shape, alone=True, **options), weights, rotary)
+    step = DenseStep(plans.DensePlan(shape, alone=True), weights, rotary)
     yield AloneSteps(step), weights
     step.close()
 

@@ -74,25 +74,20 @@ def build(
     return steps.DenseStep(plan, weights, rotary, "cpu"), weights
 
 
-@pytest.mark.parametrize(
-    ("positions", "page_size", "options"),
-    [([[333]], 16, {}), ([[70, 71], [5]], 1, {}), ([[70, 71], [5]], 1, {"streamed": False})],
-    ids=["one row", "several", "several, not streamed"],
-)
+@pytest.mark.parametrize(("positions", "page_size"), [([[333]], 16), ([[70, 71], [5]], 1)], ids=["one row", "several"])
 def test_stages(
     small_grid: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     positions: list[list[int]],
     page_size: int,
-    options: dict[str, Any],
 ) -> None:
     """Each is what its interpretation says, and alone publishes the same bits and nothing else; one wrong element is
     found in its stage."""
     for module in (alones, schedules):
         monkeypatch.setattr(module, "BLOCKS", BLOCKS)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=1))
-    built, weights = build(monkeypatch, tmp_path, "heads of 64", alone=True, **options)
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", alone=True)
     alone, rows = alones.AloneSteps(built), sum(map(len, positions))
     assert built.plan.folded
     inputs, pools = make_case(built.plan.shape, positions, page_size, 5, "cpu")
@@ -144,22 +139,20 @@ def test_the_kernel_is_right_on_a_cpu(
 
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "not streamed": ("heads of 128", {"streamed": False}),
-    "all under way, nothing early": ("heads of 128", {"under_way": 16, "early": False}),
-    "two under way, few units": ("heads of 64", {"under_way": 2, "units_under_way": 1}),
-    "places given back early": ("heads of 128", {"release_early": True, "weights_ahead": 3}),
+    "two under way": ("heads of 64", {"under_way": 2}),
+    "as wide models have it": ("heads of 128", {}),
     "not folded": ("heads of 128", {"fold": False}),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_of_several_rows_have_the_same_bits(
-    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
-) -> None:
+def test_forms_have_the_same_bits(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
     """As the default has, in logits and in all of the pools: requests of one row and of two, contexts of no tokens and
     of more units than the ring holds."""
     name, options = FORMS[form]
     built, _ = build(monkeypatch, tmp_path, name)
+    if form == "as wide models have it":
+        monkeypatch.setattr(plans.DensePlan, "_narrow", False)
     other, _ = build(monkeypatch, tmp_path, name, **options)
     for positions, page_size in (([[0], [71]], 1), ([[0], [70, 71]], 1), ([[5], [900, 901], [331], [13], [16]], 16)):
         inputs, pools = make_case(built.plan.shape, positions, page_size, 5, "cpu")

@@ -37,6 +37,20 @@ def test_presets_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "one_row", "several"),
+    [("llama-1b", (4, 3, 16), (3, 3, 16)), ("qwen3-0.6b", (8, 4, 8), (7, 6, 8)), ("qwen3-8b", (4, 3, 8), (3, 3, 8))],
+)
+def test_the_defaults_are_what_was_fastest(
+    name: str, one_row: tuple[int, int, int], several: tuple[int, int, int]
+) -> None:
+    """Pages of a warp's ring, how many are asked for at once, units of the cache."""
+    plan = plans.DensePlan(plans.PRESETS[name])
+    for rows, expected in ((1, one_row), (8, several)):
+        found = plan.kernel(rows).definitions()
+        assert (found["RING_PAGES"], found["UNDER_WAY"], found["UNITS"]) == expected
+
+
+@pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"head_dim": 96}, "head_dim"),

@@ -348,10 +348,6 @@ DEV void copy_tensor(u32 to, const u8* map, int slot, int head, u32 barrier, u64
       }
 }
 DEV void prefetch_tensor(const u8*, int, int) {}
-DEV void prefetch_bulk(const u8* from, u32 bytes) {
-  if ((u64)from % 16 || bytes % 16 || !bytes) { fprintf(stderr, "misaligned prefetch\n"); abort(); }
-  (void)*(const volatile u8*)from, (void)*(const volatile u8*)(from + bytes - 1);
-}
 DEV void map_ready(const u8*) {}
 DEV void send(u32 to, u32 v, u32 barrier) { emu_later({1, to, {v, 0, 0, 0}, 4, nullptr, barrier, emu_now->block}); }
 DEV void send(u32 to, uint4 v, u32 barrier) {

@@ -109,17 +109,6 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
         mma(chain[n][j][0], query[n][i], key[n][j][i].x, key[n][j][i].z);
         mma(chain[n][j][1], query[n][i], key[n][j][i].y, key[n][j][i].w);
       }
-#if RELEASE_EARLY
-#pragma unroll
-  for (int n = 0; n < COUNT; n++) {
-    seen[n] = 0;
-#pragma unroll
-    for (int i = 0; i < KEY_LOADS; i++) seen[n] ^= key[n][0][i].w ^ key[n][1][i].w;
-#pragma unroll
-    for (int i = 0; i < TILES_OUT; i++) seen[n] ^= value[n][i].w;
-  }
-  give_back<COUNT>(c, units, seen);
-#endif
   u32 weight[COUNT][2];
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
@@ -142,7 +131,7 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
       mma(acc[n].out[i], value[n][i], weight[n][0], weight[n][1]);
       seen[n] ^= value[n][i].w;
     }
-  if (!RELEASE_EARLY) give_back<COUNT>(c, units, seen);
+  give_back<COUNT>(c, units, seen);
 }
 
 // Leaves a warp's sum of a row for `publish_splits`: 16 bytes of each tile of lanes with heads, one after the other.
@@ -275,7 +264,7 @@ DEV void attend_rows(Context& c, Stream& f, int layer, int head, int split, u32 
     }
     if (!brief) attend_row(c, row, layer_unit);
     stamp(c, layer, 12);
-    pump_rows(c, f);
+    pump(c, f);
     if (join) {
       publish_splits(c, joined, row, head, split);
       joined = row + 1;

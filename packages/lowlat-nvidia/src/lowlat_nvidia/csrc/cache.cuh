@@ -92,13 +92,11 @@ DEV void prefetch_unit(const Params& p, const Shared& s, const Cursor& at, int l
   if (!together(p, where, first, lane) || lane >= 2) return;
   prefetch_tensor(p.maps + (at.layer * 2 + lane) * TENSOR_MAP, first, head);
 }
-// Whether the unit that this copying warp asked for UNITS_UNDER_WAY units ago is there. Of two rows: with one there is little
+// Whether the unit that this copying warp asked for last is there, of two rows of a narrow model: with one row there is little
 // to wait for, and more are late anyway.
-DEV bool few_under_way(Shared& s, int rows, u32 index, int warp) {
-  constexpr u32 BEFORE = COPY_WARPS * UNITS_UNDER_WAY;
-  static_assert(BEFORE <= UNITS, "a place that has been filled again tells nothing");
-  if (UNITS_UNDER_WAY == 0 || rows != 2 || index < warp + BEFORE) return true;
-  const u32 before = index - BEFORE;
+DEV bool none_under_way(Shared& s, int rows, u32 index, int warp) {
+  if (!NARROW || rows != 2 || index < warp + COPY_WARPS) return true;
+  const u32 before = index - COPY_WARPS;
   return __all_sync(~0u, barrier_test(shared_address(&s.unit_full[before % UNITS]), before / UNITS & 1));
 }
 // What a copying warp does: every fourth unit, as its place in the ring becomes empty.
@@ -106,7 +104,7 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   const int rows = rows_of(p), layer_units = s.control.first_unit[rows], end = runs(p, 2) && layer_units ? end_layer(p) : 0;
   // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
   // other block is waited for. They are two layers ahead. (Where the ring holds no two layers, waiting costs more than it saves.)
-  const int lead = PACED && !PLAIN_COPIES && rows == 1 && 2 * layer_units <= UNITS ? 2 : LAYERS + 2;
+  const int lead = !PLAIN_COPIES && rows == 1 && 2 * layer_units <= UNITS ? 2 : LAYERS + 2;
   const bool short_rows = AHEAD > 0 && layer_units <= AHEAD + UNITS;
   const u64 policy = read_once_policy();
   Cursor at = {first_layer(p), 0, 0, 0};
@@ -118,7 +116,7 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   while (at.layer < end) {
     const u32 empty = shared_address(&s.unit_empty[at.index % UNITS]), phase = (at.index / UNITS & 1) ^ 1;
     if (__all_sync(~0u, s.progress > at.layer - lead) && __all_sync(~0u, barrier_test(empty, phase)) &&
-        few_under_way(s, rows, at.index, warp)) {
+        none_under_way(s, rows, at.index, warp)) {
       copy_unit(p, s, units, at, lane, policy);
       advance(p, s, at, COPY_WARPS, end, lane);
       since = clock_now();
@@ -135,7 +133,7 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
       if (lane == 0) store_exchange(p.state + 1, 1u + blockIdx.x * 16 + 10);
       break;
     }
-    __nanosleep(IDLE_NS);  // polling takes shared memory's time from the warps that compute
+    __nanosleep(20);  // polling takes shared memory's time from the warps that compute
   }
   copies_done();
 }

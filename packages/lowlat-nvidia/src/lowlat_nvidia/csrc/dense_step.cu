@@ -33,10 +33,10 @@ DEV void project_qkv(Context& c, Stream& f, int layer, const u32* before) {
   constexpr int TILES = BLOCK_QKV / 8;
   const int head = c.block / SPLITS, share = c.block % SPLITS;
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
-    load_normed(c, before, W_OUT, W_OUT_SQUARE, a, 0, [&] { pump_rows(c, f); });
+    load_normed(c, before, W_OUT, W_OUT_SQUARE, a, 0, [&] { pump(c, f); });
     stamp(c, layer, 1);
   };
-  gemv_rows<K_HIDDEN, TILES>(c, f, load, [&](int tile0, int tiles, const float* part) {
+  gemv<K_HIDDEN, TILES>(c, f, load, nothing, [&](int tile0, int tiles, const float* part) {
 #pragma unroll 1
     for (int i = c.thread; i < tiles * 8 * c.rows; i += THREADS) {
       int row = i / (tiles * 8), n = i % (tiles * 8);
@@ -66,10 +66,10 @@ DEV void project_back(Context& c, Stream& f, int from, int to, int to_square, in
   constexpr int CHUNK = chunk_of<K>;
   const int row = c.thread / BLOCK_HIDDEN, n = c.thread % BLOCK_HIDDEN;
   auto load = [&](int chunk, uint4(&a)[CHUNK]) {
-    load_pairs<K>(c, from, chunk, a, stage, [&] { pump_rows(c, f); });
+    load_pairs<K>(c, from, chunk, a, stage, [&] { pump(c, f); });
     if (chunk == 0) stamp(c, layer, mark);
   };
-  gemv_rows<K, BLOCK_HIDDEN / 8>(c, f, load, [&](int, int, const float* part) {
+  gemv<K, BLOCK_HIDDEN / 8>(c, f, load, nothing, [&](int, int, const float* part) {
     if (row < c.rows) residual += sum_partials(part, n / 8, row, n % 8);
     publish_residual(c, row, n, norm, residual, to, to_square);
   });
@@ -77,10 +77,10 @@ DEV void project_back(Context& c, Stream& f, int from, int to, int to_square, in
 // A tile holds gate and up of four activations, alternating.
 DEV void gate_up(Context& c, Stream& f, int layer) {
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
-    load_normed(c, c.now, W_MID, W_MID_SQUARE, a, 5, [&] { pump_rows(c, f); });
+    load_normed(c, c.now, W_MID, W_MID_SQUARE, a, 5, [&] { pump(c, f); });
     stamp(c, layer, 9);
   };
-  gemv_rows<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, f, load, [&](int tile0, int tiles, const float* part) {
+  gemv<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, f, load, nothing, [&](int tile0, int tiles, const float* part) {
 #pragma unroll 1
     for (int i = c.thread; i < tiles * 2 * c.rows; i += THREADS) {
       const int row = i / (tiles * 2), pair = i % (tiles * 2);
@@ -107,7 +107,7 @@ template <class Load>
 DEV void project_logits(Context& c, Load load) {
   constexpr int COUNT = (ROWS * 64 + THREADS - 1) / THREADS;
   u64 best[COUNT] = {};
-  gemv<K_HIDDEN, LM_TILES>(c, load, [&](int tile0, int tiles, const float* part) {
+  auto finish = [&](int tile0, int tiles, const float* part) {
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
       const int row = (c.thread + j * THREADS) / 64, n = c.thread % 64;
@@ -119,7 +119,23 @@ DEV void project_logits(Context& c, Load load) {
       u64 key = rank_key(x, token);
       best[j] = key > best[j] ? key : best[j];
     }
-  });
+  };
+  uint4 a[K_HIDDEN];
+  load(a);
+#pragma unroll 1
+  for (int tile0 = 0; tile0 < LM_TILES; tile0 += 8) {
+    const int tiles = LM_TILES - tile0 < 8 ? LM_TILES - tile0 : 8;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles - 1; tile += 2) {
+      float d[4] = {};
+      multiply_wide(c, a, d);
+      store_partial(c, tile, d[0], d[1]);
+      store_partial(c, tile + 1, d[2], d[3]);
+    }
+    block_sync();
+    finish(tile0, tiles, part_now(c));
+    c.part_parity ^= 1;
+  }
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
     const int row = (c.thread + j * THREADS) / 64;
@@ -212,12 +228,11 @@ DEV void read_norms(Context& c) {
     *(u32*)&c.s.norms[i / HALF][i % HALF * 2] = pairs[j];
   }
 }
-template <bool ONE>
 DEV void compute(const Params& p, Shared& s, u8* memory) {
   int thread = threadIdx.x, block = blockIdx.x;
   forget(thread);  // or what is worked out of it before stays in registers beside it
   const int warp = (u32)thread / 32, lane = (u32)thread % 32, row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
-  const OneRow one = ask_row<ONE>(p);
+  const OneRow one = ask_row(p);
   const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full);
   const u32 parity = load_exchange_word(p.state);
   const int last_rows = (int)load_exchange_word(p.state + 5);
@@ -230,27 +245,22 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
                shared_address(memory + UNITS_OFFSET), p.zero, copies_of(ONE ? 1 : p.rows),
                0, 0, 0, 0, false};
 
-#if FOLD
+#if FOLD && ONE_ROW
   Held h;
   u32 embedding[HELD / 2];
 #endif
   Stream f;
-  if constexpr (ONE || STREAMED) {
-    begin_stream(c, f);
+  begin_stream(c, f);
 #if FOLD && ONE_ROW
-    if constexpr (ONE) fold_stream(c, f);
+  fold_stream(c, f);
 #endif
-    while (f.room) ask_page(c, f);
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < RING_PAGES; i++) fill_page(c, ring + (warp * RING_PAGES + i) * PAGE, full + (warp * RING_PAGES + i) * 8);
-  }
+  while (f.room) ask_page(c, f);
   auto embedded = [&](long token) {
     return row < c.rows ? ((const unsigned short*)p.embedding)[token * HIDDEN + block * BLOCK_HIDDEN + n] : 0;
   };
   unsigned short mine = 0;
-#if FOLD
-  if constexpr (ONE) ask_embedding(c, one.token, embedding);
+#if FOLD && ONE_ROW
+  ask_embedding(c, one.token, embedding);
 #endif
   if constexpr (ONE && !FOLD) mine = embedded(one.token);
   if constexpr (!(ONE && FOLD)) read_norms(c);
@@ -275,8 +285,8 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   if constexpr (ONE) ask_head_norm(c, first % LAYERS, ahead.norms);
   else load_head_norms(c, first % LAYERS, ahead.norms);
 #if FOLD && ONE_ROW
-  if constexpr (ONE) embed_folded(h, embedding);
-  if constexpr (ONE) folded_layers(c, f, h, ahead, now, other, last_rows);
+  embed_folded(h, embedding);
+  folded_layers(c, f, h, ahead, now, other, last_rows);
 #endif
 #pragma unroll 1
   for (int layer = ONE && FOLD ? LAYERS : first; layer < end_layer(p); layer++) {
@@ -329,19 +339,16 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   }
   if (!alone(p)) clear_layer(c, other + (long)LAYERS * LAYER_WORDS, last_rows);
   stamp(c, LAYERS, 0);
-  if constexpr (ONE || STREAMED)
-    while (f.room) ask_page(c, f);
-  if (runs(p, 7)) project_logits(c, [&](int, uint4(&a)[K_HIDDEN]) {
-#if FOLD
-    if constexpr (ONE) {
-      load_held(c, f, h, c.now, 7);
-      norm_folded(c, h, a);
-      square_folded(c, h);
-      block_sync();  // partial sums of the logits take the room of the norms
-      return;
-    }
-#endif
+  while (f.room) ask_page(c, f);
+  if (runs(p, 7)) project_logits(c, [&](uint4(&a)[K_HIDDEN]) {
+#if FOLD && ONE_ROW
+    load_held(c, f, h, c.now, 7);
+    norm_folded(c, h, a);
+    square_folded(c, h);
+    block_sync();  // partial sums of the logits take the room of the norms
+#else
     load_normed(c, c.now, W_OUT, W_OUT_SQUARE, a, 7, nothing);
+#endif
   });
   stamp(c, LAYERS, 1);
   __threadfence();
@@ -373,11 +380,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
     copy_cache(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
   } else {
     take_registers<224>();
-#if ONE_ROW && SEVERAL_ROWS
-    if (p.rows == 1) compute<true>(p, s, memory);
-    else compute<false>(p, s, memory);
-#else
-    compute<ONE_ROW>(p, s, memory);
-#endif
+    compute(p, s, memory);
   }
 }

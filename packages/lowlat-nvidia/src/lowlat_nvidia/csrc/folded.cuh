@@ -199,7 +199,7 @@ DEV void project_down_folded(Context& c, Stream& f, int layer) {
     load_pairs_one<K_INTER>(c, f, W_ACT, chunk, a, 6);
     if (chunk == 0) stamp(c, layer, 8);
   };
-  gemv_one<K_INTER, BLOCK_HIDDEN / 8>(c, f, load, nothing, [&](int, int, const float* part) {
+  gemv<K_INTER, BLOCK_HIDDEN / 8>(c, f, load, nothing, [&](int, int, const float* part) {
     if (c.thread >= BLOCK_HIDDEN) return;
     const float residual = own_here(c)[c.thread] + sum_one(part, c.thread);
     publish_one(c, W_HELD + c.block * BLOCK_HIDDEN + c.thread, __float_as_uint(residual));

@@ -136,11 +136,6 @@ DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool
     if (!__all_sync(~0u, may_wait(c, polls, stage))) break;
   }
 }
-DEV u32 gather_word(Context& c, const u32* at, int stage) {
-  u32 polls = 0, v;
-  while ((v = load_exchange_word(at)) == EMPTY && may_wait(c, polls, stage)) {}
-  return v;
-}
 DEV void publish(Context& c, int row, int word, u32 value) {
   u32* at = c.now + row * ROW_WORDS + word;
   value = planted(c.p, (at - c.p.exchange) % STEP_WORDS, value);
@@ -182,13 +177,12 @@ DEV void take_page(Context& c, uint4 (&w)[PAGE_FRAGMENTS]) {
   fill_page(c, after(c, seen, page), full);
   if (++c.slot == RING_PAGES) { c.slot = 0; c.phase ^= 1; }
 }
-// d += the next CHUNK * 32 inputs times a wide tile of 16 outputs. A fragment is 16 outputs x 16 inputs, the operand of one
+// d += this warp's inputs times the logits' next 16 outputs. A fragment is 16 outputs x 16 inputs, the operand of one
 // matrix instruction. Four chains hide the latency of the instruction. Lane (g, q) gets outputs g and g + 8 of rows 2q, 2q + 1.
-template <int CHUNK>
-DEV void multiply_wide(Context& c, const uint4 (&a)[CHUNK], float (&d)[4]) {
+DEV void multiply_wide(Context& c, const uint4 (&a)[K_HIDDEN], float (&d)[4]) {
   float chain[4][4] = {};
 #pragma unroll
-  for (int page = 0; page < 2 * CHUNK / PAGE_FRAGMENTS; page++) {
+  for (int page = 0; page < 2 * K_HIDDEN / PAGE_FRAGMENTS; page++) {
     uint4 w[PAGE_FRAGMENTS];
     take_page(c, w);
 #pragma unroll
@@ -200,26 +194,6 @@ DEV void multiply_wide(Context& c, const uint4 (&a)[CHUNK], float (&d)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; j++) d[j] += (chain[0][j] + chain[1][j]) + (chain[2][j] + chain[3][j]);
 }
-// The same for a narrow tile of 8 outputs: a fragment is 8 outputs x 32 inputs, whose halves lie in the upper and lower 8 rows
-// of the operand. Each half of a product is of use to one of them. Lane (g, q) gets output g of rows 2q, 2q + 1.
-template <int CHUNK>
-DEV void multiply_narrow(Context& c, const uint4 (&a)[CHUNK], float (&d)[2]) {
-  float upper[2][4] = {}, lower[2][4] = {};
-#pragma unroll
-  for (int page = 0; page < CHUNK / PAGE_FRAGMENTS; page++) {
-    uint4 w[PAGE_FRAGMENTS];
-    take_page(c, w);
-#pragma unroll
-    for (int i = 0; i < PAGE_FRAGMENTS; i++) {
-      const uint4 x = a[page * PAGE_FRAGMENTS + i];
-      mma(upper[i % 2], w[i], x.x, x.y);
-      mma(lower[i % 2], w[i], x.z, x.w);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < 2; j++) d[j] += (upper[0][j] + upper[1][j]) + (lower[0][2 + j] + lower[1][2 + j]);
-}
-
 DEV float* part_now(Context& c) { return c.s.part[c.part_parity]; }
 // Of one row there are stages between two uses of it.
 DEV float* attention_sums(Context& c) { return ROWS > 1 ? part_now(c) : c.s.joined; }
@@ -239,60 +213,6 @@ DEV float sum_partials(const float* part, int tile, int row, int n) {
 // Fragments of a tile that are multiplied at once; their inputs stay in registers.
 template <int K>
 constexpr int chunk_of = K <= 16 ? K : (K % 16 == 0 ? 16 : (K % 12 == 0 ? 12 : 8));
-
-// One stage of TILES * 8 outputs: `load(chunk, a)` fills a chunk of inputs, `finish(tile0, tiles, part)` publishes sums of up
-// to 8 tiles.
-template <int K, int TILES, class Load, class Finish>
-DEV void gemv(Context& c, Load load, Finish finish) {
-  constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK;
-  uint4 a[CHUNK];
-  if constexpr (CHUNKS == 1) {
-    load(0, a);
-#pragma unroll 1
-    for (int tile0 = 0; tile0 < TILES; tile0 += 8) {
-      const int tiles = TILES - tile0 < 8 ? TILES - tile0 : 8;
-      if constexpr (TILES > 1) {
-#pragma unroll 1
-        for (int tile = 0; tile < tiles - 1; tile += 2) {
-          float d[4] = {};
-          multiply_wide<CHUNK>(c, a, d);
-          store_partial(c, tile, d[0], d[1]);
-          store_partial(c, tile + 1, d[2], d[3]);
-        }
-      }
-      if constexpr (TILES % 2) {
-        if (tile0 + 8 >= TILES) {
-          float d[2] = {};
-          multiply_narrow<CHUNK>(c, a, d);
-          store_partial(c, tiles - 1, d[0], d[1]);
-        }
-      }
-      block_sync();
-      finish(tile0, tiles, part_now(c));
-      c.part_parity ^= 1;
-    }
-  } else {
-    static_assert(TILES <= 8, "");
-    constexpr int WIDE = TILES / 2;
-    float d[WIDE + 1][4] = {}, last[2] = {};
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      load(chunk, a);
-#pragma unroll
-      for (int tile = 0; tile < WIDE; tile++) multiply_wide<CHUNK>(c, a, d[tile]);
-      if constexpr (TILES % 2) multiply_narrow<CHUNK>(c, a, last);
-    }
-#pragma unroll
-    for (int tile = 0; tile < WIDE; tile++) {
-      store_partial(c, 2 * tile, d[tile][0], d[tile][1]);
-      store_partial(c, 2 * tile + 1, d[tile][2], d[tile][3]);
-    }
-    if constexpr (TILES % 2) store_partial(c, TILES - 1, last[0], last[1]);
-    block_sync();
-    finish(0, TILES, part_now(c));
-    c.part_parity ^= 1;
-  }
-}
 
 // ---- inputs
 

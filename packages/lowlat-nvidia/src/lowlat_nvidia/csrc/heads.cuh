@@ -81,7 +81,7 @@ DEV void prepare_heads(Context& c, Stream& f, const HeadNorms& norms, int head, 
 #pragma unroll
         for (int e = 0; e < EACH; e++) top = max(top, coming[j][e]);
       if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;
-      pump_rows(c, f);
+      pump(c, f);
       load(first);
     }
     float x[BATCH][EACH];

@@ -8,8 +8,8 @@
 constexpr int WARPS = 8, THREADS = 256, COPY_THREADS = 128, MAX_ROWS = 8;
 // Steps of one row and of several have kernels of their own, each with registers, instructions and shared memory for its own
 // stages alone. What blocks exchange lies at the same places, so that either may follow the other.
-constexpr int ROWS = SEVERAL_ROWS ? MAX_ROWS : 1;  // that a step of this kernel may have
-static_assert(ONE_ROW || SEVERAL_ROWS, "");
+constexpr bool ONE = ONE_ROW;
+constexpr int ROWS = ONE ? 1 : MAX_ROWS;  // that a step of this kernel may have
 constexpr int SPLITS = BLOCKS / KV_HEADS;        // blocks that share one KV head
 constexpr int GROUP = Q_HEADS / KV_HEADS;        // query heads of one KV head
 constexpr int GROUP_DIM = GROUP * HEAD_DIM;      // query elements of one KV head
@@ -80,7 +80,7 @@ struct Params {
                                 // theirs, a stage alone begins with them
 #endif
 };
-DEV int rows_of(const Params& p) { return SEVERAL_ROWS ? p.rows : 1; }
+DEV int rows_of(const Params& p) { return ONE ? 1 : p.rows; }
 // A build for tests (ALONE) can run one stage of one layer on what the host has put into the exchange. In all other
 // builds these are constants.
 #if ALONE

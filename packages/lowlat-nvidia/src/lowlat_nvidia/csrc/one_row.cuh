@@ -60,7 +60,7 @@ template <class Load, class Late>
 DEV void project_qkv_one(Context& c, Stream& f, int layer, Load load, Late late) {
   constexpr int TILES = BLOCK_QKV / 8;
   const int first = c.block * BLOCK_QKV;
-  gemv_one<K_HIDDEN, TILES>(c, f, load, late, [&](int tile0, int tiles, const float* part) {
+  gemv<K_HIDDEN, TILES>(c, f, load, late, [&](int tile0, int tiles, const float* part) {
     if (c.thread >= tiles * 8) return;
     const int n = tile0 * 8 + c.thread;
     float x = sum_one(part, c.thread) * inverse_rms(c, 0);
@@ -79,7 +79,7 @@ DEV void project_back_one(Context& c, Stream& f, int from, int to, int to_square
     load_pairs_one<K>(c, f, from, chunk, a, stage);
     if (chunk == 0) stamp(c, layer, mark);
   };
-  gemv_one<K, BLOCK_HIDDEN / 8>(c, f, load, nothing, [&](int, int, const float* part) {
+  gemv<K, BLOCK_HIDDEN / 8>(c, f, load, nothing, [&](int, int, const float* part) {
     if (c.warp) return;
     const int n = c.lane % BLOCK_HIDDEN;
     residual += sum_one(part, n);
@@ -94,7 +94,7 @@ DEV void project_back_one(Context& c, Stream& f, int from, int to, int to_square
 }
 template <class Load, class Late>
 DEV void gate_up_one(Context& c, Stream& f, Load load, Late late) {
-  gemv_one<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, f, load, late, [&](int tile0, int tiles, const float* part) {
+  gemv<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, f, load, late, [&](int tile0, int tiles, const float* part) {
     if (c.thread >= tiles * 2) return;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
@@ -172,11 +172,6 @@ DEV void publish_split_one(Context& c, int head, int split) {
   }
   c.part_parity ^= 1;
 }
-// While attention exchanges little, memory brings what follows the ring into the L2.
-DEV void bring_weights(Context& c) {
-  if (c.lane < WEIGHTS_AHEAD && c.pages + c.lane < end_page(c.p))
-    prefetch_bulk(c.weights + (long)c.lane * BLOCKS * WARPS * PAGE, PAGE);
-}
 DEV void attention_one(Context& c, Stream& f, int layer, Ahead& ahead) {
   const Control& k = c.s.control;
   const int head = c.block / SPLITS, split = c.block % SPLITS;
@@ -185,7 +180,6 @@ DEV void attention_one(Context& c, Stream& f, int layer, Ahead& ahead) {
   stamp(c, layer, 10);
   recompute(c);
   if (layer + 1 < LAYERS) ask_head_norm(c, layer + 1, ahead.norms);
-  if (WEIGHTS_AHEAD) bring_weights(c);
   pump(c, f);
   attend_row(c, 0, ahead.unit);
   pump(c, f);

@@ -114,10 +114,6 @@ DEV void prefetch_tensor(const u8* map, int slot, int head) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %1}];" ::"l"(map), "r"(0), "r"(slot), "r"(head)
                : "memory");
 }
-// Bytes into the L2 alone; address and count are multiples of 16.
-DEV void prefetch_bulk(const u8* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 // A description that the host wrote is seen by this block's copies from here on.
 DEV void map_ready(const u8* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");

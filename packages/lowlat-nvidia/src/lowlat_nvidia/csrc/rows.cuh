@@ -23,7 +23,6 @@ DEV void count_units(Control& k, int rows) {
 }
 // What a step of one row knows without looking anything up, asked for before the ring's first pages.
 struct OneRow { long long token, position, slot; };
-template <bool ONE>
 DEV OneRow ask_row(const Params& p) {
   if constexpr (ONE) return {p.tokens[0], p.positions[0], p.write_slots ? p.write_slots[0] : 0};
   else return {};

@@ -49,14 +49,10 @@ DEV void combine(Context& c, Stream& f) {
     const bool active = index < items;
     const int d = share * BLOCK_COMBINE + index % VECTORS * 4;
     u32 polls = 0;
-#if STREAMED
     while (__any_sync(~0u, active && (greatest(coming) == EMPTY || coming_lse == EMPTY)) && !give_up(c, polls, 3)) {
       pump(c, f);
       load(index);
     }
-#else
-    while (active && (greatest(coming) == EMPTY || coming_lse == EMPTY) && may_wait(c, polls, 3)) load(index);
-#endif
     const uint4 v = coming;
     const float lse = active ? __uint_as_float(coming_lse) : -1e30f;
     load(index + WARPS * SIDES);

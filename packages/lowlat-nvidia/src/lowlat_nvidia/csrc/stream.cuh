@@ -1,5 +1,4 @@
-// Weights of a step of one row, and of several where STREAMED: pages on their way, and products of one stage with the bits
-// of `gemv`.
+// Weights: pages on their way, and the products of one stage.
 #pragma once
 #include "gemv.cuh"
 
@@ -15,8 +14,8 @@ DEV bool give_up(Context& c, u32& polls, int stage) {
   return c.failed;
 }
 // A warp's pages on their way. Not all that fit are asked for at once: what blocks exchange queues behind them. The rest is asked
-// for while other blocks are waited for. With EARLY a stage's first pages are in registers before its inputs are there, if they
-// have come by then, and their slots are filled again.
+// for while other blocks are waited for. Of a narrow model a stage's first pages are in registers before its inputs are there, if
+// they have come by then, and their slots are filled again.
 struct Stream {
   int oldest, under_way;  // slot of the oldest page under way, and how many are
   u32 oldest_phase;
@@ -126,8 +125,9 @@ template <int PAGES>
 constexpr int at_once = dividing<PAGES, (8 / PAGE_FRAGMENTS < UNDER_WAY ? 8 / PAGE_FRAGMENTS : UNDER_WAY)>;
 
 // Fragments of a stage, in the groups in which they are taken: a tile of 16 outputs, or of the 8 that are left over.
-// Products have the bits of `multiply_wide` and `multiply_narrow`.
-template <int CHUNK, bool WIDE, bool SOON = EARLY>
+// A fragment is the operand of one matrix instruction, 16 outputs x 16 inputs; of a narrow tile 8 outputs x 32 inputs, whose
+// halves lie in the upper and lower 8 rows of the operand: each half of a product is of use to one of them.
+template <int CHUNK, bool WIDE, bool SOON = NARROW>
 struct Tile {
   static constexpr int FRAGMENTS = (WIDE ? 2 : 1) * CHUNK, PAGES = at_once<FRAGMENTS / PAGE_FRAGMENTS>;
   static constexpr int COUNT = PAGES * PAGE_FRAGMENTS, GROUPS = FRAGMENTS / COUNT;
@@ -176,8 +176,7 @@ struct Tile {
     return make_float4(d[0], d[1], d[2], d[3]);
   }
 };
-// Partial sums of one row: [warp][64 outputs]; of several as `gemv` stores them.
-template <bool ONE>
+// Partial sums of one row: [warp][64 outputs]; of several as `store_partial` has them.
 DEV void store_sums(Context& c, int tile, float first, float second) {
   if constexpr (ONE) {
     if (c.q == 0) part_now(c)[c.warp * 64 + tile * 8 + c.g] = first;
@@ -192,12 +191,13 @@ DEV float sum_one(const float* part, int n) {
   return sum;
 }
 DEV void add(float4& sum, float4 x) { sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w; }
-// One stage, as `gemv`. `load(chunk, a)` gathers inputs; `late()` is done behind the products, and before the sums.
-template <int K, int TILES, bool ONE = true, class Load, class Late, class Finish>
-DEV void gemv_one(Context& c, Stream& f, Load load, Late late, Finish finish) {
+// One stage of TILES * 8 outputs: `load(chunk, a)` gathers a chunk of inputs, `late()` is done behind the products, and
+// `finish(tile0, tiles, part)` publishes sums of up to 8 tiles.
+template <int K, int TILES, class Load, class Late, class Finish>
+DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
   constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2;
   uint4 a[CHUNK];
-  constexpr bool SOON = EARLY && (ONE || K <= 4);  // of several rows there are registers for few inputs beside
+  constexpr bool SOON = NARROW && (ONE || K <= 4);  // of several rows there are registers for few inputs beside
   Tile<CHUNK, true, SOON> wide;
   Tile<CHUNK, false, SOON> narrow;
   narrow.taken = false;
@@ -212,14 +212,14 @@ DEV void gemv_one(Context& c, Stream& f, Load load, Late late, Finish finish) {
 #pragma unroll 1
         for (int tile = 0; tile < tiles - 1; tile += 2) {
           const float4 d = wide.multiply(c, f, a, tile + 2 < tiles - 1);
-          store_sums<ONE>(c, tile, d.x, d.y);
-          store_sums<ONE>(c, tile + 1, d.z, d.w);
+          store_sums(c, tile, d.x, d.y);
+          store_sums(c, tile + 1, d.z, d.w);
         }
       }
       if constexpr (TILES % 2)
         if (tile0 + 8 >= TILES) {
           const float4 d = narrow.multiply(c, f, a, false);
-          store_sums<ONE>(c, tiles - 1, d.x, d.y);
+          store_sums(c, tiles - 1, d.x, d.y);
         }
       if (tile0 == 0) late();
       block_sync();
@@ -240,27 +240,13 @@ DEV void gemv_one(Context& c, Stream& f, Load load, Late late, Finish finish) {
     }
 #pragma unroll
     for (int tile = 0; tile < WIDE; tile++) {
-      store_sums<ONE>(c, 2 * tile, d[tile].x, d[tile].y);
-      store_sums<ONE>(c, 2 * tile + 1, d[tile].z, d[tile].w);
+      store_sums(c, 2 * tile, d[tile].x, d[tile].y);
+      store_sums(c, 2 * tile + 1, d[tile].z, d[tile].w);
     }
-    if constexpr (TILES % 2) store_sums<ONE>(c, TILES - 1, d[WIDE].x, d[WIDE].y);
+    if constexpr (TILES % 2) store_sums(c, TILES - 1, d[WIDE].x, d[WIDE].y);
     late();
     block_sync();
     finish(0, TILES, part_now(c));
     c.part_parity ^= 1;
   }
-}
-// One stage of several rows, and what their warps do between polls.
-template <int K, int TILES, class Load, class Finish>
-DEV void gemv_rows(Context& c, Stream& f, Load load, Finish finish) {
-#if STREAMED
-  gemv_one<K, TILES, false>(c, f, load, nothing, finish);
-#else
-  gemv<K, TILES>(c, load, finish);
-#endif
-}
-DEV void pump_rows(Context& c, Stream& f) {
-#if STREAMED
-  pump(c, f);
-#endif
 }

@@ -142,41 +142,26 @@ def chunk_fragments(inputs: int) -> int:
 class DensePlan:
     """A shape with the choices that tune it. None: as measured, of each kernel for itself.
 
-    Steps of one row and of several have kernels of their own on the same weights and buffers: `kernel` gives the plan
-    of either, with `one_row` set. Where it is None the plan is of one kernel for all steps, with code of both; what is
-    packed and exchanged (`page_fragments`, `copies`, `fold`) is the same in all three.
+    Steps of one row (`one_row`) and of several have kernels of their own on the same weights and buffers; `kernel` is
+    the plan of either. What is packed and exchanged (`page_fragments`, `copies`, `fold`) is the same in both.
 
-    There is room for `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits); `ahead`
-    units come into the L2 before there is room for them, where contexts are short. What all blocks read is published
-    `copies` times when rows are few. Idle warps that copy sleep `idle_ns`; with `paced`, one row's copies wait for
-    a stage that streams most. `plain_copies` is for tools that watch every access, `alone` runs stages one
-    by one (`dense.alone`).
-
-    A warp asks for `under_way` pages of weights at once; with `early` a stage's first pages are in registers before its
-    inputs are there. Steps of several rows do both with `streamed` alone; without, all that fits is asked for at once.
-    With `release_early` a unit's place is empty before its weights are known. Of one row, during attention, each warp
-    has `weights_ahead` pages (up to 32) that follow its ring brought into the L2. Of steps of two rows, a copying warp
-    has at most `units_under_way` units on their way (0: what fits). Steps of one row are folded with `fold`: the output
-    projection is computed by KV heads and every block holds the residual, which is one exchange a layer less, and more
-    to read.
+    There is room for `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits). A warp
+    asks for `under_way` pages of weights at once; `ahead` units come into the L2 before there is room for them, where
+    contexts are short. What all blocks read is published `copies` times when rows are few. Steps of one row are folded
+    with `fold`: the output projection is computed by KV heads and every block holds the residual, which is one exchange
+    a layer less, and more to read. `plain_copies` is for tools that watch every access, `alone` runs stages one by one
+    (`dense.alone`).
     """
 
     shape: DenseShape
-    one_row: bool | None = None
+    one_row: bool = False
     ring_limit: int | None = None
     units: int = 0
     ahead: int | None = None
     stamps: int = 0
     copies: int = 4
     under_way: int | None = None
-    early: bool | None = None
     fold: bool | None = None
-    streamed: bool | None = None
-    units_under_way: int = 0
-    release_early: bool = False
-    weights_ahead: int = 0
-    idle_ns: int = 20
-    paced: bool = True
     plain_copies: bool = False
     alone: bool = False
 
@@ -192,7 +177,7 @@ class DensePlan:
 
     def _pages(self, fragments: int) -> int:
         least = self.units or WARPS
-        limit = self.ring_limit or (112 if self._narrow else 96) * 1024
+        limit = self.ring_limit or (128 if self.one_row else 112 if self._narrow else 96) * 1024
         room = min(limit, SHARED_LIMIT - self.fixed_bytes() - least * self.unit_bytes)
         return min(MAX_PAGES, room // (WARPS * fragments * FRAGMENT_BYTES))
 
@@ -263,7 +248,9 @@ class DensePlan:
 
     @property
     def _narrow(self) -> bool:
-        """One row is a chain of exchanges with little to stream between them."""
+        """One row is a chain of exchanges with little to stream between them: a stage's first pages are in registers
+        before its inputs are there, and of two rows a copying warp has one unit of the cache on its way.
+        """
         return self.shape.hidden <= 1024
 
     @property
@@ -273,14 +260,9 @@ class DensePlan:
         fits = WARPS % s.kv_heads == 0 and s.qdim == 256 * s.kv_heads and s.hidden <= 2048 and self.copies <= 4
         return fits and (self._narrow if self.fold is None else self.fold)
 
-    @property
-    def _streamed(self) -> bool:
-        """As measured: better at 2, 4 and 8 rows of every model, in a kernel without one row's stages."""
-        return self.one_row is False if self.streamed is None else self.streamed
-
     def _under_way(self) -> int:
-        """As measured, of several rows where they are streamed."""
-        usual = MAX_PAGES if not self._narrow else 6 if self.one_row is False else 4
+        """As measured: what fills 96 KB of a block, and 64 KB where one row has little to stream."""
+        usual = (64 if self.one_row and self._narrow else 96) * 1024 // (WARPS * self.page_bytes)
         return min(self.under_way or usual, self.ring_pages)
 
     def _ahead(self) -> int:
@@ -295,8 +277,7 @@ class DensePlan:
                 f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring"
             )
         return {
-            "ONE_ROW": int(self.one_row is not False),
-            "SEVERAL_ROWS": int(not self.one_row),
+            "ONE_ROW": int(self.one_row),
             "LAYERS": s.layers,
             "HIDDEN": s.hidden,
             "Q_HEADS": s.q_heads,
@@ -313,14 +294,8 @@ class DensePlan:
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "UNDER_WAY": self._under_way(),
-            "EARLY": int(self._narrow if self.early is None else self.early),
+            "NARROW": int(self._narrow),
             "FOLD": int(self.folded),
-            "STREAMED": int(self._streamed),
-            "UNITS_UNDER_WAY": self.units_under_way,
-            "RELEASE_EARLY": int(self.release_early),
-            "WEIGHTS_AHEAD": self.weights_ahead,
-            "IDLE_NS": self.idle_ns,
-            "PACED": int(self.paced),
             "PLAIN_COPIES": int(self.plain_copies),
             "ALONE": int(self.alone),
             "BLOCKS": BLOCKS,
