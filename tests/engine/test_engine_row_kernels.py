@@ -76,10 +76,12 @@ def test_used_for_as_many_requests_as_gain(runner, monkeypatch, ratios, most):
     assert found == ({"one_row_attention": most} if most else {})
 
 
-@pytest.mark.parametrize(("longest", "most"), [(1.02, EVERY), (1.05, 0)])
-def test_a_long_context_may_take_hardly_longer(runner, monkeypatch, longest, most):
+@pytest.mark.parametrize(
+    ("shortest", "longest", "most"), [(0.5, 1.08, EVERY), (0.5, 1.12, 0), (0.96, 1.03, EVERY), (0.96, 1.05, 0)]
+)
+def test_a_long_context_may_lose_a_tenth_and_less_than_a_short_one_gains(runner, monkeypatch, shortest, longest, most):
     monkeypatch.setattr(row_kernels, "_CONTEXT", 50)  # so that each number of requests is tried behind two lengths
-    found, seen = chosen(runner, monkeypatch, [0.5, longest])
+    found, seen = chosen(runner, monkeypatch, [shortest, longest])
     assert len(seen) == 8 if most else 4
     assert found == ({"one_row_attention": most} if most else {})
 

@@ -35,7 +35,8 @@ _REQUESTS = 8
 _BYTES = 16 << 30
 """Of the cache that a chain reads, or one layer's."""
 _REPEATS = 5
-_SLOWER = 1.03
+_SLOWER = 1.1
+"""Times as long as a case may take that is not the first."""
 # Of the largest entry, in bfloat16: both round what they multiply and what they return.
 _TOLERANCE = 0.03
 
@@ -109,8 +110,8 @@ def _choose(name: str, groups: list[list[Chain]], ops: TritonOps) -> None:
 
 
 def _better(name: str, chains: list[Chain], ops: TritonOps) -> bool:
-    """Whether ours are right, faster in the first chain, and in no other one slower."""
-    title, right, ratios = name.replace("_", " "), True, []
+    """Whether ours are right, faster in the first chain and in all together, and in no other one much slower."""
+    title, right, saved, ratios = name.replace("_", " "), True, 0.0, []
     for chain in chains:
         results, seconds = {}, {}
         for ours in (0, EVERY):
@@ -118,10 +119,11 @@ def _better(name: str, chains: list[Chain], ops: TritonOps) -> bool:
             results[ours], seconds[ours] = _replayed(chain)
         alike = all(map(_alike, results[0], results[EVERY]))
         right = right and alike
+        saved += seconds[0] - seconds[EVERY]
         ratios.append(seconds[EVERY] / seconds[0])
         times = (seconds[0] * 1e6, seconds[EVERY] * 1e6, "" if alike else ", but the result differs")
         log.info("%s: %s: %.0f us without, %.0f us with%s", title, chain.of, *times)
-    return right and ratios[0] < 1 and max(ratios) <= _SLOWER
+    return right and ratios[0] < 1 and saved > 0 and max(ratios) <= _SLOWER
 
 
 def _alike(expected: torch.Tensor, got: torch.Tensor) -> bool:
