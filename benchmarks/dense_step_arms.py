@@ -261,8 +261,11 @@ class Report:
     def add(
         self, workload: str, arm: str, rows: int, context: int, size: int, values: list[float], note: str = ""
     ) -> None:
+        """One line of the table; a form of the kernel is named behind the model, as its workload."""
         middle, low, high = median_interval(values)
         fraction = size / self.ceiling * 1e6 / middle
+        arm, _, form = arm.partition(", ")
+        workload = f"{workload}, {form}" if form else workload
         row = {
             "workload": workload, "rows": rows, "context": context, "tp": 1, "dtype": "bfloat16", "arm": arm,
             "metric": "step_us", "concurrency": rows, "median": round(middle, 2), "low": round(low, 2),
@@ -319,8 +322,8 @@ def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--tree", default="")
+    parser.add_argument("--commit", default=os.environ.get("LOWLAT_COMMIT", ""))
+    parser.add_argument("--tree", default=os.environ.get("LOWLAT_TREE", ""))
     parser.add_argument("--models", default="qwen3-0.6b,llama-1b,qwen3-8b")
     parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile arm out")
     parser.add_argument("--forms", action="store_true", help="time forms of the kernel; say which is fastest")
