@@ -40,7 +40,7 @@ from lowlat_nvidia.dense import reference
 from lowlat_nvidia.dense.cases import make_case, one_row
 from lowlat_nvidia.dense.pack import DenseWeights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
-from lowlat_nvidia.dense.stamps import read_parts, stamped
+from lowlat_nvidia.dense.stamps import head_cycles, read_parts, stamped
 from lowlat_nvidia.dense.step import DenseStep, StepTensors, load_kernels
 from lowlat_nvidia.jit import Function, compile_cubin
 
@@ -142,13 +142,21 @@ def launched_plainly(built: DenseStep) -> DenseStep:
 
 def ends_of(built: DenseStep, inputs: StepTensors) -> str:
     """What of a step lies before the first layer, in the head and behind it, and what a layer's stages take, waits for
-    other blocks included, by time stamps; in microseconds."""
+    other blocks included, by time stamps, in microseconds; how far apart blocks are in the head."""
     twin = stamped(built)
     for _ in range(20):
         twin.run(inputs)
     twin.check()
-    parts = read_parts(twin.stamps)
+    parts, paces = read_parts(twin.stamps), []
+    for _ in range(2):
+        twin.run(inputs)
+        paces.append(head_cycles(twin.stamps).sort())
     twin.close()
+    values, blocks = paces[0]
+    again = len({*blocks[:32].tolist()} & {*paces[1].indices[:32].tolist()})
+    pace = (
+        f"head {values[0]} to {values[-1]} cycles, mean {values.double().mean():.0f}, {again} of the 32 fastest again"
+    )
     took = [(part.name, part.end_us - part.start_us) for part in parts if part.depth == 1]
     layers = [value for name, value in took if name == "layer"]
     ends = ", ".join(f"{name} {value:.1f}" for name, value in took if name != "layer")
@@ -157,7 +165,7 @@ def ends_of(built: DenseStep, inputs: StepTensors) -> str:
         if part.depth == 2:
             stages[part.name] = stages.get(part.name, 0.0) + (part.end_us - part.start_us) / len(layers)
     inside = ", ".join(f"{name} {value:.1f}" for name, value in stages.items())
-    return f"{ends}, a layer {sorted(layers)[len(layers) // 2]:.1f} (the first {layers[0]:.1f}): {inside}"
+    return f"{ends}, a layer {sorted(layers)[len(layers) // 2]:.1f} (the first {layers[0]:.1f}): {inside}; {pace}"
 
 
 def check_forms(builds: dict[str, DenseStep], inputs: StepTensors) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lowlat_nvidia.dense.stamps import ORDER, STAMPS, read_parts
+from lowlat_nvidia.dense.stamps import ORDER, STAMPS, head_cycles, read_parts
 from lowlat_nvidia.jit import sources
 
 BLOCKS, LAYERS = 5, 3
@@ -56,6 +56,10 @@ def test_the_timeline_is_that_of_all_blocks(spread):
         waits = [part for part in inside if part.depth == 3]
         assert [part.name for part in waits] == [wait for _, _, wait in ORDER if wait]
         assert all(part.end_us - part.start_us == pytest.approx(STEP, abs=2e-3) for part in waits)
+
+
+def test_the_head_s_cycles_are_each_block_s():
+    assert head_cycles(stamps(0.25)).tolist() == [4 * (1600 + 100 * block) for block in range(BLOCKS)]
 
 
 def test_the_kernel_uses_these_numbers():

@@ -64,6 +64,11 @@ def read_parts(stamps_BLS: Tensor) -> list[Part]:
     return [*parts, Part("head", head, head_end, 1), Part("finish", head_end, float(end_B.max()), 1)]
 
 
+def head_cycles(stamps_BLS: Tensor) -> Tensor:
+    """Cycles [B] that each block took for the logits: how multiprocessors share the memory."""
+    return (stamps_BLS[:, -1, _HEAD_END] - stamps_BLS[:, -1, _HEAD]).cpu()
+
+
 def _layer(marks: list[float], after: float) -> list[Part]:
     parts = [Part("layer", marks[0], after, 1)]
     names = [name for _, name, _ in ORDER]
