@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from draft_reference import Reference
+from safetensors.torch import load_file, save_file
 from spec_kit import VOCABULARY, draft_config, random_network
 
 from lowlat.cache.layout import KVPool
@@ -114,6 +115,8 @@ def test_files_hold_a_draft_as_it_is_or_in_a_quarter(tmp_path: Path, kind: str):
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"head_dim": "x"}, "head_dim"),
         ({"dflash_config": {"target_layer_ids": [9]}}, "target_layer_ids"),
+        ({"dflash_config": {"target_layer_ids": [0, 0]}}, r"target_layer_ids \[0, 0\] are not in rising order"),
+        ({"dflash_config": {"target_layer_ids": [2, 0]}}, r"target_layer_ids \[2, 0\] are not in rising order"),
         ({"hidden_size": None}, "hidden_size"),
         ({"sliding_window": -1}, "sliding_window is below 0"),
         ({"architectures": 5}, "architectures must be a list"),
@@ -127,6 +130,18 @@ def test_a_config_that_is_none_is_refused(change: dict, message: str):
     with pytest.raises(DraftFileError, match="dflash_config an object"):
         from_json(data | {"dflash_config": [inner]})
     assert from_json(data) == draft_config("dspark")
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(1.0), torch.ones(3), torch.ones(64, 1)])
+def test_scales_that_are_not_one_a_row_are_refused(tmp_path: Path, scale: torch.Tensor):
+    config = draft_config("dspark")
+    weights = random_network(config, seed=1).state_dict()
+    save_draft(tmp_path, config, weights, int8=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["fc.weight_scale"].shape == (64,)
+    save_file(stored | {"fc.weight_scale": scale}, tmp_path / "model.safetensors")
+    with pytest.raises(DraftFileError, match=r"fc\.weight_scale must hold one number for each row of fc\.weight$"):
+        load_draft(tmp_path)
 
 
 def test_taps_are_spread_over_the_target():

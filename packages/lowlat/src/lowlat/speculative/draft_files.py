@@ -42,7 +42,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_key_value_heads: int
     head_dim: int
     target_layer_ids: tuple[int, ...]
-    """Target layers whose outputs are the draft's features."""
+    """Target layers whose outputs are the draft's features, from the lowest."""
     num_target_layers: int
     mask_token_id: int
     """Token in the places to be guessed."""
@@ -85,10 +85,11 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
             faults.append("head_dim is odd")
         if self.proposals < 1 or self.block_size > 64:
             faults.append(f"a block of {self.block_size} rows guesses nothing or more than 64")
-        if not self.target_layer_ids or not all(0 <= layer < self.num_target_layers for layer in self.target_layer_ids):
-            faults.append(
-                f"target_layer_ids {list(self.target_layer_ids)} are not layers 0 to {self.num_target_layers - 1}"
-            )
+        taps = self.target_layer_ids
+        if not taps or not all(0 <= layer < self.num_target_layers for layer in taps):
+            faults.append(f"target_layer_ids {list(taps)} are not layers 0 to {self.num_target_layers - 1}")
+        if list(taps) != sorted(set(taps)):
+            faults.append(f"target_layer_ids {list(taps)} are not in rising order, in which features come")
         if not 0 <= self.mask_token_id < self.vocab_size:
             faults.append(f"mask_token_id {self.mask_token_id} is not in the vocabulary")
         if self.kind == "dflash2":
@@ -199,6 +200,8 @@ def load_draft(folder: Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
         if name.endswith(("_scale", "_columns")):
             continue
         scale = stored.get(f"{name}_scale")
+        if scale is not None and scale.shape != weight.shape[:1]:
+            raise DraftFileError(f"{folder}: {name}_scale must hold one number for each row of {name}")
         if weight.dtype == torch.int32:
             weights[name] = weight.long()
             continue
