@@ -40,7 +40,11 @@ def test_the_defaults_pass():
         ({"spec_width": 4}, "--spec-width 4 needs guesses: add --spec ngram or another"),
         ({"spec_simulate_acceptance": 2.5}, "--spec-simulate-acceptance 2.5 needs guesses: add --spec ngram"),
         ({"spec": "ngram", "spec_width": 17}, "--spec-width 17: use 2 to 16, or auto"),
-        ({"draft": "folder"}, "--draft folder: --spec off has no use for it"),
+        (
+            {"draft": "folder"},
+            "--draft folder needs guesses: add --spec draft-model or its kind (dflash, dflash2, dspark)",
+        ),
+        ({"spec": "ngram", "draft": "folder"}, "--draft folder: --spec ngram has no use for it"),
         ({"spec": "dspark"}, "--spec dspark needs --draft PATH: a folder that lowlat train-draft wrote"),
         ({"spec": "draft-model"}, "--spec draft-model needs --draft PATH: a model folder or file"),
         ({"spec": "dspark", "draft": "no-such-draft"}, "--draft: no-such-draft is no draft: "),

@@ -134,7 +134,10 @@ def test_a_request_may_decline(engines: tuple[Engine, Engine]):
     ("settings_", "message"),
     [
         ({"spec": "oracle"}, "known: off, ngram"),
-        ({"spec": "draft"}, "no draft of its own"),
+        (
+            {"spec": "draft"},
+            r"no draft in its checkpoint; use --spec dspark \(its draft comes with lowlat\), ngram, off",
+        ),
         ({"spec": "ngram", "spec_width": 1}, "use 2 to 16"),
         ({"spec_simulate_acceptance": 2.0}, "add --spec ngram"),
         ({"spec": "ngram", "spec_width": 3, "spec_simulate_acceptance": 3.51}, "a step of 3 rows brings 1 to 3"),

@@ -51,6 +51,9 @@ def check_guesses(config: EngineConfig) -> None:
         for flag, value in (("--spec-width", width), ("--spec-simulate-acceptance", simulated)):
             if value is not None:
                 raise SetupError(f"{flag} {value:g} needs guesses: add --spec ngram or another, or leave it out")
+        if config.draft is not None:
+            kinds = ", ".join(ARCHITECTURES)
+            raise SetupError(f"--draft {config.draft} needs guesses: add --spec draft-model or its kind ({kinds})")
     if width is not None and not 2 <= width <= MOST_WIDTH:
         raise SetupError(f"--spec-width {width}: use 2 to {MOST_WIDTH}, or auto")
     path = draft_path(config)

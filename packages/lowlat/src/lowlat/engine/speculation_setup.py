@@ -19,7 +19,7 @@ from lowlat.models.base import DraftingModel, Model
 from lowlat.parallel.group import Communicator
 from lowlat.speculative.device_draft import DeviceDraft
 from lowlat.speculative.device_ngram import NgramDraft
-from lowlat.speculative.draft_files import ARCHITECTURES
+from lowlat.speculative.draft_files import ARCHITECTURES, shipped_draft
 from lowlat.speculative.ngram import NgramProposer
 from lowlat.speculative.own_draft import OwnDraft
 from lowlat.speculative.proposer import Proposer
@@ -37,8 +37,13 @@ def spec_width(config: EngineConfig, model: Model, draft: Draft | None) -> int:
     if config.spec == "draft":
         block = model.draft_block if isinstance(model, DraftingModel) else 0
         if not block:
+            shipped = [
+                f"{kind} (its draft comes with lowlat)" for kind in ARCHITECTURES if shipped_draft(config.model, kind)
+            ]
+            instead = ", ".join([*shipped, "ngram", "off"])
             raise SetupError(
-                f"{config.model} has no draft of its own; use --spec ngram, off, or one that takes --draft"
+                f"--spec draft: {config.model} has no draft in its checkpoint; use --spec {instead}, or one that takes "
+                "--draft"
             )
         most = min(most, 1 + block)
     elif draft is not None:
