@@ -200,6 +200,7 @@ def test_a_draft_learns_and_serves(folder: Path, tmp_path: Path, kind: str):
     result = CliRunner().invoke(main.app, [*command, *flags.split()])
     assert result.exit_code == 0, result.output
     assert "nothing was held out" in result.output
+    assert "measures the draft" not in result.output
     losses = [float(line.split("loss ")[1].split()[0]) for line in result.output.splitlines() if "loss" in line]
     assert losses[-1] < losses[0] - 0.1, losses
     assert (output / "model.safetensors").stat().st_mode & 0o777 == 0o644

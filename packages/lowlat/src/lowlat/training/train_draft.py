@@ -150,7 +150,8 @@ class _Training:
                 here = {"steps": steps, "passed": clock.passed, "writing": writing}
                 self._unfinished.save(msgspec.structs.replace(position, **here), self._state())
                 saved = clock.passed
-        self._say("measures the draft")
+        if self._held_out is not None:
+            self._say("measures the draft")
         return self._finish(steps, self._measure())
 
     def _state(self) -> dict[str, torch.Tensor]:
