@@ -96,6 +96,47 @@ def test_an_older_result_stays_where_it_has_a_workload_of_its_own(tmp_path):
     assert len({report.result_anchor(one) for one in kept}) == 2
 
 
+def test_runs_of_one_name_have_sections_links_and_plots_of_their_own(tmp_path):
+    def run(workload, time, **fields):
+        steps = [
+            row("general", 600.0 * rows * tp, rows=rows, tp=tp, workload=workload, bytes=10**9)
+            for rows in (1, 2)
+            for tp in (1, 2)
+        ]
+        return result(*steps, name="step-presets", date=f"2026-12-01T{time}Z", **fields)
+
+    two = machine()
+    two.gpus = 2
+    given = [run("llama-1b", "10:00:00"), run("smollm2", "10:00:01"), run("qwen3-8b", "09:00:00", machine=two)]
+    found = [(save(one, tmp_path), one) for one in given]
+    page = report.full_report(found)
+    anchors = re.findall('<a id="(.+)">', page)
+    assert anchors == [
+        "step-presets-1x-nvidia-h200-2026-12-01t10-00-01z",
+        "step-presets-1x-nvidia-h200-2026-12-01t10-00-00z",
+        "step-presets-2x-nvidia-h200-2026-12-01t09-00-00z",
+    ]
+    assert "\n## step-presets, 2 × NVIDIA H200, 2026-12-01\n" in page
+    for line in readme.performance_block(found).splitlines():
+        if "](" in line:
+            model, anchor = re.match(r"\| \[(.+?)\]\(docs/results.md#(.+?)\)", line).groups()
+            section = page.split(f'<a id="{anchor}">')[1].split("<a id")[0]
+            assert {"Llama-3.2-1B": "llama-1b", "SmolLM2-135M": "smollm2", "Qwen3-8B": "qwen3-8b"}[model] in section
+    written = plots.draw_all(report.newest(found), tmp_path / "plots")
+    assert len({path.name for path in written}) == len(written) == len(list((tmp_path / "plots").iterdir()))
+    names = {path.stem for path in written}
+    assert len(names) == 3 * 3, "a roofline and one picture for each number of GPUs that share the model"
+    assert {"step-presets-roofline", f"{anchors[1]}-roofline", f"{anchors[2]}-roofline"} <= names
+    assert {
+        "step-presets-smollm2-context1024-against-rows",
+        "step-presets-smollm2-tp2-context1024-against-rows",
+    } <= names
+
+
+def test_a_terminal_gets_no_marks_for_links():
+    assert report.result_section(result(row("general", 1.0))).startswith("## dense-step, 1 × NVIDIA H200, 2026-12-01\n")
+
+
 def test_rows_of_one_shape_are_all_shown():
     text = report.metric_table([row("general", 1000.0), row("general", 2000.0), row("other", 3000.0)])
     assert all(value in text for value in ("1000", "2000", "3000"))
@@ -134,7 +175,7 @@ def test_plots_are_drawn_from_points_and_repeat(tmp_path):
         for arm in ("general", "vllm")
         for metric in ("tokens_per_s_user", "tokens_per_s_total")
     ]
-    assert plots.user_against_total(result(*one_user), tmp_path / "c") == [], "two arms of one user are no line"
+    assert plots.user_against_total(result(*one_user), "ab", tmp_path / "c") == [], "two arms of one user are no line"
     svg = (tmp_path / "a" / "dense-step-roofline.svg").read_bytes()
     plots.draw_all([result(*steps)], tmp_path / "b")
     assert (tmp_path / "b" / "dense-step-roofline.svg").read_bytes() == svg
@@ -158,7 +199,7 @@ def test_no_name_breaks_a_table_a_link_or_the_page(tmp_path):
     assert "`` lowlat bench step --model '`x`' ``" in page
     odd.name = "step-odd"
     (line,) = (line for line in readme.performance_block([(tmp_path, odd)]).splitlines() if r"a\|" in line)
-    where = f"docs/results.md#step-odd-1x-gpu-i-{odd.date[:10]}"
+    where = "docs/results.md#step-odd-1x-gpu-i-2026-12-01t10-00-00z"
     assert line.startswith(f"| [{SAFE}]({where}) | 1,024 | 1 × GPU \\| \\<i\\> | random, incomplete run |")
     # cells are told apart by bars that no backslash precedes
     cells = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", text)) for text in page.splitlines() if text.startswith("|")]

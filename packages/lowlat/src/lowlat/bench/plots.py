@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lowlat.bench.report import result_anchor, where
 from lowlat.bench.results import Result, Row
 
 
@@ -58,17 +59,15 @@ def _by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 def caption(result: Result) -> str:
     """The line under a plot's title: machine and date, what was simulated, and whether the run ended early."""
-    machine = result.machine
-    where = f"{machine.gpus} × {machine.gpu}" if machine.gpus else machine.cpu
     said = {
         "random weights": result.simulated.weights,
         "simulated acceptance": result.simulated.acceptance,
         "incomplete": bool(result.incomplete),
     }
-    return ", ".join([where, result.date[:10], *(words for words, true in said.items() if true)])
+    return ", ".join([where(result), result.date[:10], *(words for words, true in said.items() if true)])
 
 
-def _lines(result: Result, x_field: str, x_label: str, folder: pathlib.Path) -> list[pathlib.Path]:
+def _lines(result: Result, stem: str, x_field: str, x_label: str, folder: pathlib.Path) -> list[pathlib.Path]:
     """Step latency against one field, a line for each arm; one plot for each workload and value of the other fields."""
     other = "context" if x_field == "rows" else "rows"
     groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -76,6 +75,7 @@ def _lines(result: Result, x_field: str, x_label: str, folder: pathlib.Path) -> 
         if row.metric == "step_us":
             groups.setdefault((row.workload, row.tp, row.dtype, getattr(row, other)), []).append(row)
     written = []
+    dtypes = len({dtype for _, _, dtype, _ in groups})
     for (workload, tp, dtype, fixed), rows in sorted(groups.items()):
         if len({getattr(row, x_field) for row in rows}) < 2:
             continue
@@ -91,11 +91,12 @@ def _lines(result: Result, x_field: str, x_label: str, folder: pathlib.Path) -> 
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
-        written += _save(figure, folder, f"{result.name}-{workload}-{other}{fixed}-against-{x_field}")
+        what = "-".join([workload, *[f"tp{tp}"] * (tp > 1), *[dtype] * (dtypes > 1), f"{other}{fixed}"])
+        written += _save(figure, folder, f"{stem}-{what}-against-{x_field}")
     return written
 
 
-def roofline(result: Result, folder: pathlib.Path) -> list[pathlib.Path]:
+def roofline(result: Result, stem: str, folder: pathlib.Path) -> list[pathlib.Path]:
     """Step time against the bytes that a step must move, with the read ceiling as a line."""
     rows = [row for row in result.rows if row.metric in ("step_us", "layer_us") and row.bytes]
     if not rows or not result.read_ceiling_tb_s:
@@ -111,10 +112,10 @@ def roofline(result: Result, folder: pathlib.Path) -> list[pathlib.Path]:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.legend(fontsize=8)
-    return _save(figure, folder, f"{result.name}-roofline")
+    return _save(figure, folder, f"{stem}-roofline")
 
 
-def user_against_total(result: Result, folder: pathlib.Path) -> list[pathlib.Path]:
+def user_against_total(result: Result, stem: str, folder: pathlib.Path) -> list[pathlib.Path]:
     """Speed that one user sees against the speed of all, a point for each number of users and a line for each arm."""
 
     def place(row: Row) -> tuple[Any, ...]:
@@ -140,22 +141,26 @@ def user_against_total(result: Result, folder: pathlib.Path) -> list[pathlib.Pat
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8, title="number of users at each point", title_fontsize=7)
-        written += _save(figure, folder, f"{result.name}-{workload}-user-against-total")
+        written += _save(figure, folder, f"{stem}-{workload}-user-against-total")
     return written
 
 
 def draw_all(results: Sequence[Result], folder: str | pathlib.Path) -> list[pathlib.Path]:
     """Every plot that the results have points for (two or more on a line); returns the files written, maybe none.
 
+    Files are named after their result; where several share a name, those after the first after machine and time too.
     Raises ImportError without matplotlib.
     """
     place = pathlib.Path(folder)
     written: list[pathlib.Path] = []
+    named: set[str] = set()
     for result in results:
-        written += _lines(result, "rows", "rows (query tokens of a step)", place)
-        written += _lines(result, "context", "context, tokens", place)
-        written += roofline(result, place)
-        written += user_against_total(result, place)
+        stem = result_anchor(result) if result.name in named else result.name
+        named.add(result.name)
+        written += _lines(result, stem, "rows", "rows (query tokens of a step)", place)
+        written += _lines(result, stem, "context", "context, tokens", place)
+        written += roofline(result, stem, place)
+        written += user_against_total(result, stem, place)
     return written
 
 
