@@ -12,7 +12,7 @@ from lowlat.bench.load.lengths import parse_lengths
 from lowlat.bench.load.metrics import Targets, load_rows, parse_targets, summarize
 from lowlat.bench.load.prompts import Scale, block_text, calibrate, filler
 from lowlat.bench.load.records import Record
-from lowlat.bench.load.serve import ServeOptions, plan_lengths, plan_trace, run_serve
+from lowlat.bench.load.serve import Planned, ServeOptions, plan_lengths, plan_trace, prompts_said, run_serve
 from lowlat.bench.load.target import find_target
 from lowlat.bench.load.traces import TraceRequest
 
@@ -71,6 +71,19 @@ def test_what_is_measured_is_near_what_the_server_did(scripted):
         return gaps == pytest.approx(truth, rel=0.5) and first == pytest.approx(waited, rel=0.5)
 
     assert any(near() for _ in range(50))
+
+
+def test_prompts_of_another_length_than_wanted_are_said():
+    planned = [Planned(number, "", tokens, 4) for number, tokens in enumerate((8, 12))]
+
+    def answered(*prompts):
+        times = {"content_times": [1.0], "output_tokens": 4}
+        return [Record(name=str(number), prompt_tokens=tokens, **times) for number, tokens in enumerate(prompts)]
+
+    assert prompts_said(planned, answered(31, 33)) == "prompts had 32 tokens on average where 10 were wanted"
+    assert prompts_said(planned, answered(31)) == "prompts had 31 tokens on average where 8 were wanted"
+    for records in (answered(8, 13), answered(None, 12), answered(None, None), [], [Record(name="0", error="no")]):
+        assert prompts_said(planned, records) == ""
 
 
 def test_open_loop_sends_at_its_times_whatever_the_server_does(scripted):

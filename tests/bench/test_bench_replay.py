@@ -234,6 +234,12 @@ def test_single_request_traces_are_read_and_bad_lines_named(tmp_path):
     table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n")
     with pytest.raises(TraceError, match=r"a\.csv:2"):
         read_azure(table)
+    for prompt, answer in ((-5, 4), (0, 4), (5, -1)):
+        table.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,{prompt},{answer}\n")
+        path.write_text(json.dumps({"timestamp": 0, "input_length": prompt, "output_length": answer}))
+        for read, name in ((read_azure, table), (read_mooncake, path)):
+            with pytest.raises(TraceError, match=f"a prompt of {prompt} tokens and an answer of {answer} cannot be"):
+                read(name)
 
 
 def test_missing_traces_say_where_to_put_them(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ async def _run(
     """Records of one load, and what must be said of its prompts."""
     from lowlat.bench.load.client import Client
     from lowlat.bench.load.prompts import calibrate
-    from lowlat.bench.load.serve import plan_lengths, plan_trace, run_serve
+    from lowlat.bench.load.serve import plan_lengths, plan_trace, prompts_said, run_serve
 
     records: list[Record] = []
     total = min(options.requests, len(trace)) if trace else options.requests
@@ -98,7 +98,8 @@ async def _run(
             planned = plan_trace(trace, options, scale, time_scale=time_scale)
         else:
             planned = plan_lengths(options, scale)
-        return await run_serve(client, options, planned, records), scale.remark
+        await run_serve(client, options, planned, records)
+        return records, scale.remark or prompts_said(planned, records)
 
 
 def serve(

@@ -87,6 +87,20 @@ def plan_trace(trace: list[TraceRequest], options: ServeOptions, scale: Scale, *
     return planned
 
 
+PROMPT_TOLERANCE = 0.05
+
+
+def prompts_said(planned: list[Planned], records: list[Record]) -> str:
+    """What must be said where the server counted 5 % more or fewer tokens of the prompts than were wanted (a chat
+    template alone is longer than short ones); empty where it did not, or counts none."""
+    wanted = {str(request.number): request.prompt_tokens for request in planned}
+    pairs = [(wanted[one.name], one.prompt_tokens) for one in records if one.ok and one.prompt_tokens is not None]
+    asked, counted = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    if abs(counted - asked) <= PROMPT_TOLERANCE * asked:
+        return ""
+    return f"prompts had {counted / len(pairs):.0f} tokens on average where {asked / len(pairs):.0f} were wanted"
+
+
 async def _send(client: Client, options: ServeOptions, request: Planned, user: int, due: float | None) -> Record:
     body = body_for(options.endpoint, options.model, request.prompt, request.output_tokens)
     record = await client.stream(options.endpoint, body, name=str(request.number))

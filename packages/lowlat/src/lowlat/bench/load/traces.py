@@ -91,6 +91,7 @@ def read_mooncake(path: str | os.PathLike[str], limit: int | None = None) -> lis
             got = decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
             raise TraceError(f"{path}:{number}: no Mooncake request: {error}") from error
+        _check_counts(path, number, got.input_length, got.output_length)
         start = got.timestamp if start is None else start
         at = (got.timestamp - start) / 1e3
         found.append(TraceRequest(at, got.input_length, got.output_length, tuple(got.hash_ids), 512))
@@ -111,11 +112,17 @@ def read_azure(path: str | os.PathLike[str], limit: int | None = None) -> list[T
                 lengths = int(line["ContextTokens"]), int(line["GeneratedTokens"])
             except (KeyError, TypeError, ValueError) as error:
                 raise TraceError(f"{path}:{number}: no Azure request: {error!r}") from error
+            _check_counts(path, number, *lengths)
             start = moment if start is None else start
             found.append(TraceRequest((moment - start).total_seconds(), *lengths))
             if limit is not None and len(found) >= limit:
                 break
     return _not_empty(found, path)
+
+
+def _check_counts(path: object, line: int, prompt: int, answer: int) -> None:
+    if prompt < 1 or answer < 0:
+        raise TraceError(f"{path}:{line}: a prompt of {prompt} tokens and an answer of {answer} cannot be")
 
 
 def _not_empty(found: list[TraceRequest], path: object) -> list[TraceRequest]:
