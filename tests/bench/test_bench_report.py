@@ -64,9 +64,21 @@ def test_impossible_values_are_refused(tmp_path):
         row("general", 0.0),
         row("general", -5.0, metric="goodput", spread=-0.1),
         row("general", 1.0, ceiling_fraction=-1.0, bytes=5),
+        row("general", 1.0, width=-3),
+        row("general", 1.0, accept_length=-0.5),
     ):
         with pytest.raises(ResultError, match="impossible"):
             save(result(bad), tmp_path)
+    no_gpus = machine()
+    no_gpus.gpus = -1
+    bare = result(row("general", 1.0))
+    for odd, said in (
+        (msgspec.structs.replace(bare, read_ceiling_tb_s=-1.0), "a read ceiling of -1.0 TB/s"),
+        (msgspec.structs.replace(bare, read_ceiling_tb_s=0.0), "a read ceiling of 0.0 TB/s"),
+        (msgspec.structs.replace(bare, machine=no_gpus), "-1 GPUs"),
+    ):
+        with pytest.raises(ResultError, match=said):
+            save(odd, tmp_path)
 
 
 def test_newest_result_of_a_name_and_machine_wins(tmp_path):

@@ -43,6 +43,13 @@ METRICS = LOWER_IS_BETTER | {
 }  # fmt: skip
 
 
+COUNTS = (
+    "tp", "rows", "concurrency", "context", "bytes", "input_tokens", "output_tokens", "cached_tokens", "width",
+    "accept_length", "instances",
+)  # fmt: skip
+"""Fields of a row that cannot be below 0."""
+
+
 class Simulated(msgspec.Struct, forbid_unknown_fields=True):
     """What was not real: random weights, and a forced acceptance of drafts. Both must be said."""
 
@@ -207,8 +214,9 @@ def _row_problems(row: Row, where: str) -> list[Problem]:
         refuse("interval-disordered", f"low {row.low} <= median {row.median} <= high {row.high} does not hold")
     elif row.median < 0 or (row.metric in TIMES and row.median == 0):
         refuse("impossible-value", f"a {row.metric} of {row.median}")
-    if min(row.tp, row.rows, row.concurrency) < 0 or row.context < 0 or (row.bytes or 0) < 0:
-        refuse("impossible-shape", "tp, rows, concurrency, context and bytes are counts")
+    below = [name for name in COUNTS if (getattr(row, name) or 0) < 0]
+    if below:
+        refuse("impossible-shape", f"{', '.join(below)} below 0")
     if row.ceiling_fraction is not None and row.ceiling_fraction < 0:
         refuse("impossible-value", f"{row.ceiling_fraction} of the read ceiling")
     if row.samples < 1:
@@ -239,6 +247,10 @@ def problems(result: Result) -> list[Problem]:
         refuse("bad-date", "date", f"{result.date!r} is not UTC as 2026-12-01T10:00:00Z")
     if not re.fullmatch(r"[0-9a-f]{7,64}", result.commit):
         refuse("missing-commit", "commit", "no git commit: set LOWLAT_COMMIT where the run has no git")
+    if result.read_ceiling_tb_s is not None and not 0 < result.read_ceiling_tb_s < math.inf:
+        refuse("impossible-value", "read_ceiling_tb_s", f"a read ceiling of {result.read_ceiling_tb_s} TB/s")
+    if result.machine.gpus < 0:
+        refuse("impossible-value", "machine", f"{result.machine.gpus} GPUs")
     if result.dirty and not result.tree:
         refuse("missing-tree", "tree", "files differ from the commit: the tree hash says which sources ran")
     if not result.command.strip():
