@@ -128,12 +128,25 @@ def test_a_floor_that_nothing_counts_costs_no_measurement(folder, monkeypatch):
     played(monkeypatch, 0)
     monkeypatch.setattr(random_v41, "make_v41", lambda *_: pytest.fail("a folder is given"))
     monkeypatch.setattr(step, "check_options", lambda options: None)
+    monkeypatch.setattr(step, "check_weights", lambda *_: None)
     got = lowlat(
         "step", "--model", "deepseek-v41-tiny", "--model-folder", folder, "--random-folder", "--context", 16,
         "--arms", "general,read-floor", "--ceiling-gb", "0.01", "--device", "cpu", "--save", "--results", folder,
     )  # fmt: skip
     assert "read-floor was left out: nothing counts the bytes of deepseek-v41-tiny" in got.stderr
     assert [row.arm for row in only(folder).rows] == ["general"]
+
+
+def test_a_run_that_ends_before_its_first_part_says_so(folder, monkeypatch, capsys):
+    from lowlat.bench.keeper import Keeper
+
+    with pytest.raises(KeyboardInterrupt), Keeper(True, folder):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "interrupted before a first part was measured: nothing is kept\n"
+    with pytest.raises(ValueError, match="no server"), Keeper(True, folder):
+        raise ValueError("no server")
+    assert capsys.readouterr().err == ""
+    assert list(folder.iterdir()) == []
 
 
 # --- regions

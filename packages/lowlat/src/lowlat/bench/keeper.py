@@ -61,7 +61,12 @@ class Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or self._growing is None:
+        if error is None:
+            return
+        if self._growing is None:
+            if isinstance(error, KeyboardInterrupt | SystemExit) and self.path is None:
+                end_progress()
+                print(f"{_why(error)} before a first part was measured: nothing is kept", file=sys.stderr)
             return
         result = msgspec.structs.replace(self._growing, incomplete=_why(error))
         self._write(result)
