@@ -19,7 +19,7 @@ from lowlat.bench.presets import DEEPSEEK_V41, V41_NAMES, DenseShape, FolderShap
 from lowlat.bench.results import Result, Row, Simulated, check, new_result, row_from_samples, slug
 from lowlat.bench.roofline import StepBytes, dense_step_bytes, v41_step_bytes
 from lowlat.bench.stats import Alternation, alternate
-from lowlat.bench.step_options import StepOptions, check_contexts, check_options
+from lowlat.bench.step_options import StepOptions, check_contexts, check_options, check_weights
 
 Say = Callable[[str], None]
 
@@ -190,11 +190,17 @@ def run_step(
     RuntimeError where no arm could run.
     """
     check_options(options)
-    names = options.model.split(",")
+    names = tuple(dict.fromkeys(filter(None, options.model.split(","))))
+    if not names:
+        raise ValueError("--model names no model")
     each = [msgspec.structs.replace(options, model=name) for name in names]
     shapes = [_shape(one) for one in each]
     for shape in shapes:
         check_contexts(shape, options.contexts, options.steps)
+        if options.model_folder:
+            check_weights(options.model_folder, shape, options.layers)
+    if len({shape.name for shape in shapes}) < len(shapes):
+        raise ValueError(f"--model {options.model}: two models of one name could not be told apart; measure each alone")
     empty = _empty_result(options, shapes[0].name if len(names) == 1 else "presets", command)
     begun(empty)
     say("measuring the read ceiling")

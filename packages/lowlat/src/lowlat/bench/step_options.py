@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
 
 from lowlat.bench.arms.base import check_arm, check_model
-from lowlat.bench.presets import DenseShape, FolderShape
+from lowlat.bench.presets import DENSE_ARCHITECTURES, DenseShape, FolderShape, shape_from_config
 from lowlat.bench.roofline import DTYPE_BYTES
 
 MOST_STEPS = 60
 """In one measurement: the context grows by one token with each."""
-LEAST_CEILING_GB = 0.001
+LEAST_CEILING_GB, MOST_CEILING_GB = 0.001, 1000
+MOST_THREADS = 1024
+"""Many more end the process where PyTorch starts them."""
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +48,33 @@ def check_contexts(shape: DenseShape | FolderShape, contexts: Sequence[int], ste
         raise ValueError(f"{shape.name} holds {shape.max_context} tokens: contexts {too_long} do not fit")
 
 
+def check_weights(folder: str, shape: DenseShape | FolderShape, layers: int | None = None) -> None:
+    """Raise ValueError where a folder (or `smollm2`) holds another model than `shape`, whose name results would give
+    its times; of a model that is no dense decoder, vocabulary and `layers` are compared.
+    """
+    from lowlat.models.loading.checkpoint import open_checkpoint
+
+    config = open_checkpoint(folder).config
+    if isinstance(shape, DenseShape):
+        architecture = str((config.get("architectures") or ["?"])[0])
+        if architecture not in DENSE_ARCHITECTURES:
+            raise ValueError(f"--model-folder {folder} holds a {architecture}, which is no {shape.name}")
+        held = shape_from_config(config, shape.name)
+        compared = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "qk_norm")
+        pairs = {name: (getattr(held, name), getattr(shape, name)) for name in compared}
+    else:
+        text = config.get("text_config") or config
+        pairs = {"vocab": (text.get("vocab_size"), shape.vocab)}
+        if layers is not None:
+            pairs["layers"] = (text.get("num_hidden_layers"), layers)
+    found = [f"{name} {has} instead of {wanted}" for name, (has, wanted) in pairs.items() if has != wanted]
+    if found:
+        raise ValueError(
+            f"--model-folder {folder} is no {shape.name}: {', '.join(found)}. Name its own shape with --model "
+            "(the folder itself, say); --layers cuts random weights alone"
+        )
+
+
 def check_options(options: StepOptions) -> None:
     """Raise ValueError naming the first option that makes no sense."""
     if options.device not in ("cpu", "cuda"):
@@ -65,8 +93,8 @@ def check_options(options: StepOptions) -> None:
             raise ValueError(f"{name} must be at least 1")
     if options.dtype not in DTYPE_BYTES:
         raise ValueError(f"--dtype {options.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
-    if options.ceiling_gb is not None and not LEAST_CEILING_GB <= options.ceiling_gb < math.inf:
-        raise ValueError(f"--ceiling-gb must be a number from {LEAST_CEILING_GB:g}")
+    if options.ceiling_gb is not None and not LEAST_CEILING_GB <= options.ceiling_gb <= MOST_CEILING_GB:
+        raise ValueError(f"--ceiling-gb must be a number from {LEAST_CEILING_GB:g} to {MOST_CEILING_GB}")
     if not options.arms:
         raise ValueError("--arms names no arm")
     for name in options.arms:

@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,6 +14,7 @@ from lowlat.bench.commands.common import AsJson, Folder, Save, check_output, pla
 from lowlat.bench.keeper import Keeper, finish
 from lowlat.bench.progress import end_progress, say
 from lowlat.bench.results import Result, Simulated, new_result, slug
+from lowlat.bench.step_options import MOST_THREADS, StepOptions, check_contexts, check_options, check_weights
 
 if TYPE_CHECKING:
     from lowlat.bench.arms.base import StepCase
@@ -51,7 +52,7 @@ def regions(
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="Keep only so many layers.")] = None,
     arms: Annotated[str, typer.Option("--arms", help="general, torch-eager-graph, lowlat-NAME.")] = "general",
     spec: Annotated[
-        str,
+        Literal["off", "ngram", "draft", "draft-model", "dflash", "dflash2", "dspark"],
         typer.Option("--spec", help="Guesses as of lowlat serve; one token a step counts as right. draft: V4.1's own."),
     ] = "off",
     draft: Annotated[str | None, typer.Option("--draft", help="As of lowlat serve, for --spec.")] = None,
@@ -60,7 +61,7 @@ def regions(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's own choice.")
+        int | None, typer.Option("--threads", min=1, max=MOST_THREADS, help="CPU threads; default: torch's own choice.")
     ] = None,
     instances: Annotated[int, typer.Option("--instances", min=3, help="Least instances of every region.")] = 780,
     perfetto: Annotated[pathlib.Path | None, typer.Option("--perfetto", help="Write a Perfetto trace here.")] = None,
@@ -83,7 +84,6 @@ def regions(
         from lowlat.bench.presets import V41_NAMES, FolderShape, any_shape
         from lowlat.bench.random_v41 import make_v41, v41_shape
         from lowlat.bench.region_arms import check_region_arm
-        from lowlat.bench.step_options import StepOptions, check_contexts, check_options
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -111,6 +111,8 @@ def regions(
             kept = stack.enter_context(Keeper(save, results, as_json=as_json))
             shape = v41_shape(model, layers) if v41 else any_shape(model, layers)
             check_contexts(shape, (context,), _STEPS)
+            if model_folder is not None:
+                check_weights(model_folder, shape, layers)
             words = (spec,) if spec != "off" else ()
             result = new_result(
                 slug("regions", shape.name, *words, *(("random",) if random else ())),

@@ -10,7 +10,7 @@ import typer
 from lowlat.bench.commands.common import AsJson, Folder, Save, finite, numbers, plain_errors
 from lowlat.bench.keeper import Keeper, finish
 from lowlat.bench.progress import say
-from lowlat.bench.step_options import LEAST_CEILING_GB, MOST_STEPS, StepOptions
+from lowlat.bench.step_options import LEAST_CEILING_GB, MOST_CEILING_GB, MOST_STEPS, MOST_THREADS, StepOptions
 
 EPILOG = """
 Examples:
@@ -61,7 +61,7 @@ def step(
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks, for the byte counts of the read-floor arm.")] = 1,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's own choice.")
+        int | None, typer.Option("--threads", min=1, max=MOST_THREADS, help="CPU threads; default: torch's own choice.")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of A B B A.")] = 8,
     steps: Annotated[
@@ -75,8 +75,9 @@ def step(
         typer.Option(
             "--ceiling-gb",
             min=LEAST_CEILING_GB,
+            max=MOST_CEILING_GB,
             callback=finite,
-            help="Buffer of the read ceiling; default: 8.6 on a GPU, 0.5 on a CPU.",
+            help="Buffer of the read ceiling, GB; default: 8.6 on a GPU, 0.5 on a CPU.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of random weights.")] = 0,
