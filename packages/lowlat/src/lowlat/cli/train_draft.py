@@ -169,7 +169,7 @@ def train_draft(
     for of in found:
         typer.echo(_line(of))
     if not found:
-        typer.echo("nothing was held out, so acceptance is not measured")
+        typer.echo("nothing was held out, so acceptance is not measured: of folders of sessions (.jsonl) the last are")
 
 
 def _stopped(unfinished: Path, save_s: float) -> str:

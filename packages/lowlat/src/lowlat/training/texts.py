@@ -51,6 +51,11 @@ class Texts:
                 cut = max(0, len(sessions) - hold_out) if len(sessions) > 1 else len(sessions)
                 self.training += sessions[:cut]
                 self.held_out += sessions[cut:]
+        if not self.training and self.held_out:
+            raise TextError(
+                f"all {len(self.held_out)} sessions are held out, and none is left to train on: give more, "
+                f"or a smaller --hold-out than {hold_out}"
+            )
         if not self.training:
             raise TextError(f"no .jsonl sessions or text files ({', '.join(_TEXT_SUFFIXES)}) to train on")
 
