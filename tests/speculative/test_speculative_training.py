@@ -254,7 +254,7 @@ def test_sessions_are_split_and_put_into_chats(tmp_path: Path):
         conversations(tmp_path / "a" / "s0.jsonl")
     with pytest.raises(TextError, match="does not exist"):
         Texts([tmp_path / "nowhere"], 1)
-    with pytest.raises(TextError, match="all 2 sessions are held out.* smaller --hold-out than 2$"):
+    with pytest.raises(TextError, match=r"all 2 sessions are held out.* smaller --hold-out than 2$"):
         Texts([tmp_path / "b"], 2)
 
 
