@@ -4,10 +4,11 @@ import math
 
 import msgspec
 import pytest
+from command_kit import lowlat
 from result_kit import machine, result, row
 
 from lowlat.bench.compare import compare
-from lowlat.bench.results import LOWER_IS_BETTER, METRICS, Simulated
+from lowlat.bench.results import LOWER_IS_BETTER, METRICS, Simulated, save
 
 
 def verdicts(a, b, **options):
@@ -75,3 +76,18 @@ def test_ratios_beyond_every_float_are_judged_too():
     drifted = verdicts(result(before, row("general", 1e200)), result(after, row("general", 1e-300)))["vllm", "step_us"]
     assert drifted.reference == "general"
     assert drifted.ratio == pytest.approx(1e-100)
+
+
+def test_every_line_of_a_comparison_says_which_load_it_is_of(tmp_path):
+    rows = [
+        row("general", 10.0, metric="tokens_per_s_user", concurrency=users, context=0, dtype="") for users in (1, 2)
+    ]
+    steps = [row("general", 10.0, rows=8, concurrency=8, tp=2), row("general", 10.0)]
+    path = save(result(*rows, *steps), tmp_path)
+    lines = lowlat("compare", path, path).stdout.splitlines()
+    assert [line.removeprefix("same").strip().partition("  general  ")[0] for line in lines] == [
+        "llama-1b",
+        "llama-1b, concurrency 2",
+        "llama-1b, tp 2, dtype bfloat16, rows 8, context 1024",
+        "llama-1b, dtype bfloat16, context 1024",
+    ]

@@ -53,6 +53,22 @@ def shape_of(row: Row) -> Shape:
     )
 
 
+def shape_words(shape: Shape) -> str:
+    """A shape in words: its workload, and each other field that is not what is usual, in order."""
+    usual = {
+        "region": "",
+        "tp": 1,
+        "dtype": "",
+        "concurrency": shape.rows,
+        "rows": 1,
+        "context": 0,
+        "width": 0,
+        "draft": "",
+    }
+    found = [f"{name} {getattr(shape, name)}" for name, value in usual.items() if getattr(shape, name) != value]
+    return ", ".join([shape.workload, *found])
+
+
 def number(value: float) -> str:
     """Three to four significant digits, thousands kept whole."""
     size = abs(value)

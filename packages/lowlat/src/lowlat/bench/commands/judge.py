@@ -61,7 +61,7 @@ def compare(
 ) -> None:
     """Compare two results; a verdict is given only beyond the noise of both."""
     from lowlat.bench.compare import compare as compare_results
-    from lowlat.bench.report import number
+    from lowlat.bench.report import number, shape_words
     from lowlat.bench.results import load
 
     with plain_errors():
@@ -75,11 +75,10 @@ def compare(
         if as_json:
             print(msgspec.json.encode(changes).decode())
         for change in changes if not as_json else []:
-            where = f"{change.shape.workload} rows {change.shape.rows} context {change.shape.context}"
             against = f" against {change.reference}" if change.reference else ""
             reason = f" ({change.reason})" if change.reason else ""
             print(
-                f"{change.verdict:10}  {where}  {change.arm}  {change.metric}: "
+                f"{change.verdict:10}  {shape_words(change.shape)}  {change.arm}  {change.metric}: "
                 f"{number(change.a)} -> {number(change.b)}, "
                 f"ratio{against} {change.ratio:.3f} ({change.low:.3f}–{change.high:.3f}){reason}"
             )
