@@ -10,6 +10,7 @@ from lowlat.bench.presets import PRESETS
 from lowlat.bench.region_arms import build_region_arm
 from lowlat.bench.region_recorder import RegionRecorder
 from lowlat.bench.results import Simulated, new_result
+from lowlat.bench.stats import median_interval
 
 TINY = PRESETS["tiny"]
 
@@ -188,6 +189,28 @@ def test_parts_that_vary_while_wholes_do_not_are_told():
     assert times.marked_error == 0.0
     assert times.error == pytest.approx(0.1)
     assert regions.disturbances(times) == ["steps with marks took +0.0% as wholes, but their parts vary between steps"]
+
+
+def test_marks_are_not_blamed_where_the_sum_is_within_what_is_known_of_the_step():
+    span = regions.Span("other", 0.0, 104.0, 0, 104.0)
+    times = regions.RegionTimes("x", [99.0, 106.0, 100.0, 100.0] * 2, [[span]] * 8)
+    assert (median_interval(times.bare_us).low, median_interval(times.bare_us).high) == (99.0, 106.0)
+    (why,) = regions.disturbances(times)
+    assert why.startswith("the sum lies inside the interval of the 8 steps without marks (99.0 to 106.0 us; more ")
+    with pytest.raises(regions.RegionsRefusedError, match=r"\+4\.0%.*Other work on this machine"):
+        regions.check_sum(times)
+
+
+def test_a_busy_machine_stands_in_every_note():
+    span = regions.Span("other", 0.0, 100.0, 0, 100.0)
+    case = StepCase(shape=TINY, context=16, dtype="float32")
+    for share, note in (
+        (0.61, "runner; busy machine: this process ran 61% of the time"),
+        (0.9, "runner"),
+        (None, "runner"),
+    ):
+        times = regions.RegionTimes("x", [100.0] * 4, [[span]] * 4, cpu_share=share)
+        assert {row.note for row in regions.region_rows(times, case, "runner")} == {note}
 
 
 def test_a_process_that_seldom_ran_is_told():

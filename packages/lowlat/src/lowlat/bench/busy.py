@@ -31,11 +31,20 @@ class CpuShare:
         return self._processor / (self._wall * threads) if self._wall else 0.0
 
 
+BUSY_SHARE = 0.9
+"""Below this others took so much of the time that a result says so."""
+
+
+def busy_note(share: float) -> str:
+    """What is added to the note of what was measured while the process ran `share` of the time."""
+    return f"; busy machine: this process ran {share:.0%} of the time" if share < BUSY_SHARE else ""
+
+
 def mark_busy(row: Row, share: float, say: Callable[[str], None]) -> None:
     """Say on a CPU's row how much of the time the process ran, and warn where others took a tenth or more."""
     row.details = {"cpu_share": round(share, 3)}
-    if share < 0.9:
-        row.note += f"; busy machine: this process ran {share:.0%} of the time"
+    row.note += busy_note(share)
+    if share < BUSY_SHARE:
         say(f"{row.arm}: the machine was busy, this process ran {share:.0%} of the time")
 
 

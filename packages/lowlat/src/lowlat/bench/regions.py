@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import msgspec
 
 from lowlat.bench.arms.base import StepCase
-from lowlat.bench.busy import CpuShare, load_average
+from lowlat.bench.busy import BUSY_SHARE, CpuShare, busy_note, load_average
 from lowlat.bench.region_recorder import OTHER, Span
 from lowlat.bench.results import Result, Row, row_from_samples
+from lowlat.bench.stats import median_interval
 
 SUM_TOLERANCE = 0.03
 ATTEMPTS = 3
@@ -164,8 +165,14 @@ def disturbances(times: RegionTimes) -> list[str]:
     found = []
     if times.moved > SUM_TOLERANCE:
         found.append(f"the step without marks itself moved by {times.moved:.1%} between quarters of the run")
-    if times.cpu_share is not None and times.cpu_share < 0.9:
+    if times.cpu_share is not None and times.cpu_share < BUSY_SHARE:
         found.append(f"this process ran {times.cpu_share:.0%} of the time")
+    known = median_interval(times.bare_us)
+    if known.low <= sum(times.own_us().values()) <= known.high:
+        found.append(
+            f"the sum lies inside the interval of the {known.samples} steps without marks ({known.low:.1f} to "
+            f"{known.high:.1f} us; more --instances narrow it)"
+        )
     if abs(times.marked_error) <= SUM_TOLERANCE < abs(times.error):
         found.append(f"steps with marks took {times.marked_error:+.1%} as wholes, but their parts vary between steps")
     return found
@@ -208,6 +215,7 @@ def region_rows(times: RegionTimes, case: StepCase, note: str, details: Mapping[
     own = times.own_us()
     count = len(times.steps)
     bare = statistics.median(times.bare_us)
+    note += busy_note(times.cpu_share) if times.cpu_share is not None else ""
     rows = []
     for name, spans in times.instances().items():
         title = "step" if name == OTHER else name
