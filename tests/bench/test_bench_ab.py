@@ -62,7 +62,7 @@ def test_the_known_gain_comes_out_with_its_interval(tmp_path):
     assert totals["general", 1].median <= 12 / 0.098, "12 tokens take at least 10 ms and 11 gaps of 8 ms"
     result = new_result("ab-scripted", simulated=Simulated(weights=True), command="x")
     result.rows = rows
-    drawn = plots.user_against_total(result, tmp_path)
+    drawn = plots.user_against_total(result, "ab-scripted", tmp_path)
     assert [path.name for path in drawn] == [f"ab-scripted-20-in-12-out-user-against-total.{e}" for e in ("png", "svg")]
 
 
