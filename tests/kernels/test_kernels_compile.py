@@ -46,7 +46,6 @@ def test_products_of_rows_fit(width, gate, norm, outputs, target, tmp_path):
     constants = {
         "WIDTH": width, "ADD": norm, "NORM": norm, "GATE": gate, "BIAS": False, "PARTS": parts,
         "PART": part, "PIECE": piece, "BLOCK_N": outputs, "BLOCK_R": 8, "EARLY": target != "gfx950",
-        "FIRST": norm,
     }  # fmt: skip
     kernel = compiled(row_product.row_product_kernel, target, types, constants, num_warps=parts)
     registers, spilled, shared = resources(kernel, target, tmp_path)

@@ -45,6 +45,10 @@ class Shape(msgspec.Struct, frozen=True, order=True):
     draft: str
 
 
+_USUAL = {"region": "", "tp": 1, "concurrency": 1, "rows": 1, "context": 0, "width": 0, "draft": "", "dtype": ""}
+"""What needs no words in a shape, in the order in which a table says what its lines share."""
+
+
 def shape_of(row: Row) -> Shape:
     """The shape of a row, with absent fields as 0 or empty."""
     region = str(row.details.get("region", ""))
@@ -55,17 +59,9 @@ def shape_of(row: Row) -> Shape:
 
 def shape_words(shape: Shape) -> str:
     """A shape in words: its workload, and each other field that is not what is usual, in order."""
-    usual = {
-        "region": "",
-        "tp": 1,
-        "dtype": "",
-        "concurrency": shape.rows,
-        "rows": 1,
-        "context": 0,
-        "width": 0,
-        "draft": "",
-    }
-    found = [f"{name} {getattr(shape, name)}" for name, value in usual.items() if getattr(shape, name) != value]
+    usual = _USUAL | {"concurrency": shape.rows}
+    names = [name for name in Shape.__struct_fields__ if name in usual and getattr(shape, name) != usual[name]]
+    found = [f"{name} {getattr(shape, name)}" for name in names]
     return ", ".join([shape.workload, *found])
 
 
@@ -108,7 +104,7 @@ def _varying(shapes: Sequence[Shape]) -> list[str]:
 
 def _constant(shapes: Sequence[Shape]) -> str:
     """What all lines share, in words, leaving out what is usual."""
-    usual = {"region": "", "tp": 1, "concurrency": 1, "rows": 1, "context": 0, "width": 0, "draft": "", "dtype": ""}
+    usual = dict(_USUAL)
     if shapes[0].concurrency == 0:  # an open loop, as its workload says
         del usual["concurrency"]
     first = shapes[0]

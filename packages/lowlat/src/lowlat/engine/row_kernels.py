@@ -6,6 +6,7 @@ heads.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -100,11 +101,8 @@ def _compile(wanted: dict[str, list[list[Chain]]], ops: TritonOps, device: torch
 
 def _choose(name: str, groups: list[list[Chain]], ops: TritonOps) -> None:
     """Ours for one request where the first group says so, and for more where the others do too."""
-    most = 0
-    for last, group in enumerate(groups, start=1 - len(groups)):
-        if not _better(name, group, ops):
-            break
-        most = EVERY if last == 0 else 1
+    better = len(list(itertools.takewhile(lambda group: _better(name, group, ops), groups)))
+    most = EVERY if better == len(groups) else min(better, 1)
     setattr(ops, name, most)
     log.info("%s: %s", name.replace("_", " "), {0: "not used", 1: "used for one request"}.get(most, "used"))
 

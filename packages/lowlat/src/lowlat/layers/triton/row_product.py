@@ -48,14 +48,13 @@ def row_product_kernel(
     x_ptr, stream_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, rows, outputs, eps, WIDTH: tl.constexpr,
     ADD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
     PART: tl.constexpr, PIECE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
-    FIRST: tl.constexpr,
 ):  # fmt: skip
     """Each of `PARTS` has `PART` features, which are multiplied in pieces of `PIECE`. `GATE` as in `product_kernel`.
 
     Norm and weights are asked for before the wait, and all rows before the first is used: so the rows are waited for
-    once, not once a piece. `FIRST`: the next kernel may start before this one waits.
+    once, not once a piece. With a norm the next kernel may start before this one waits (decision 0714).
     """
-    if EARLY and FIRST:
+    if EARLY and NORM:
         let_next_start()
     program = tl.program_id(0)
     place_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,7 +74,7 @@ def row_product_kernel(
             norms += (tl.load(norm_ptr + place_gkr, mask=inside_gkr, other=0.0),)  # type: ignore[assignment]
     if EARLY:
         wait_for_previous()
-        if not FIRST:
+        if not NORM:
             let_next_start()
     xs, streams = (), ()
     for piece in tl.static_range(pieces):
@@ -177,7 +176,6 @@ def row_product(
         x_RI if bias_O is None else bias_O, out_RO, sum_RI, rows, outputs, eps, WIDTH=width,
         ADD=stream_RI is not None, NORM=norm_I is not None, GATE=-1 if activation is None else KINDS[activation],
         BIAS=bias_O is not None, PARTS=parts, PART=part, PIECE=piece, BLOCK_N=block_n,
-        BLOCK_R=8 if rows <= 8 else 16, EARLY=early_start, FIRST=norm_I is not None, num_warps=parts,
-        **early.launch_options(early_start),
+        BLOCK_R=8 if rows <= 8 else 16, EARLY=early_start, num_warps=parts, **early.launch_options(early_start),
     )  # fmt: skip
     return out_RO, sum_RI
