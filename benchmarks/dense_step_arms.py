@@ -55,10 +55,12 @@ FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-8b": ({"under_way": 2},),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": ({"under_way": 5},),
-    "llama-1b": ({"under_way": 2}, {"ring_limit": 128 * 1024, "units": 8, "under_way": 3}),
-    "qwen3-8b": ({"under_way": 2},),
-}
+    "qwen3-0.6b": ({"watch_each": True}, {"slots": 3}, {"watch_each": True, "slots": 3}),
+    "llama-1b": (
+        {"under_way": 2}, {"watch_each": True}, {"slots": 3}, {"under_way": 2, "watch_each": True, "slots": 3},
+    ),
+    "qwen3-8b": ({"watch_each": True}, {"slots": 3}, {"watch_each": True, "slots": 3}),
+}  # fmt: skip
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""
 
 
@@ -104,12 +106,16 @@ def sample(arms: dict[str, Arm], rounds: int, warm_seconds: float = 0.3) -> dict
 
 
 def with_plan(built: DenseStep, plan: plans.DensePlan) -> DenseStep:
-    """Another kernel, for all steps that are asked of it, on the same packed weights and buffers."""
+    """Another kernel, for all steps that are asked of it, on the same packed weights, and on the same buffers unless it
+    exchanges others."""
     if plan.page_fragments != built.plan.page_fragments:
         raise ValueError(f"{plan} wants weights in pages of {plan.page_fragments} fragments; they are packed otherwise")
     other = copy.copy(built)
     other.plan = plan
     other.functions = load_kernels([plan])[0] * 2
+    if plan.exchange_words() != built.plan.exchange_words():
+        other.exchange = torch.full((plan.exchange_words(),), -1, dtype=torch.int32, device=built.exchange.device)
+        other.state = torch.zeros_like(built.state)
     return other
 
 

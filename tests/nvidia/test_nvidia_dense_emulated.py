@@ -39,6 +39,7 @@ SHAPES = {
     "heads of 64": plans.DenseShape(1, 512, 8, 2, 64, 512, 300, False),
     "heads of 128": plans.DenseShape(1, 512, 4, 2, 128, 512, 300, True),
 }
+DEEP = {"five layers": plans.DenseShape(5, 512, 4, 2, 128, 512, 300, True)}
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def build(
     **options: Any,
 ) -> tuple[steps.DenseStep, pack.DenseWeights]:
     """A ring of one or two units a warp: it comes round soon. Weights are random unless they are given."""
-    shape = SHAPES[shape] if isinstance(shape, str) else shape
+    shape = (SHAPES | DEEP)[shape] if isinstance(shape, str) else shape
     plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2, **options)
     cluster = BLOCKS // shape.kv_heads
 
@@ -142,6 +143,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "two under way": ("heads of 64", {"under_way": 2}),
     "as wide models have it": ("heads of 128", {}),
     "not folded": ("heads of 128", {"fold": False}),
+    "every sender watched": ("heads of 128", {"watch_each": True}),
+    "layers take turns": ("five layers", {"slots": 3}),
 }
 
 

@@ -6,6 +6,7 @@
 // used is filled again at once, so that copies run ahead of all dependencies.
 #include "one_row.cuh"
 #include "rows.cuh"
+#include "tensor.cuh"
 #if FOLD
 #include "folded.cuh"
 #endif
@@ -27,6 +28,19 @@ DEV void clear_layer(Context& c, u32* layer, int rows) {
 #if FOLD
   if (rows == 1) clear_folded(c, layer);
 #endif
+}
+// Called in a layer behind gate and up. Where layers take turns, that is the layer before, which all blocks have read: each
+// published its output projection after that. Of the step before only its last layer is left.
+DEV void clear_used(Context& c, u32* now, u32* other, int layer, int last_rows) {
+  if (alone(c.p)) return;
+  if (!TURNS) clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
+  else if (layer) clear_layer(c, now + (long)slot_of(layer - 1) * LAYER_WORDS, c.rows);
+  else clear_layer(c, other + (long)slot_of(LAYERS - 1) * LAYER_WORDS, last_rows);
+}
+// Before a layer's gate and up are waited for: what this block has emptied is so for whoever reads what it publishes from here on.
+// The words are published again two layers later at the earliest.
+DEV void clears_before() {
+  if (TURNS) stores_before();
 }
 
 DEV void project_qkv(Context& c, Stream& f, int layer, const u32* before) {
@@ -77,6 +91,7 @@ DEV void project_back(Context& c, Stream& f, int from, int to, int to_square, in
 // A tile holds gate and up of four activations, alternating.
 DEV void gate_up(Context& c, Stream& f, int layer) {
   auto load = [&](int, uint4(&a)[K_HIDDEN]) {
+    clears_before();
     load_normed(c, c.now, W_MID, W_MID_SQUARE, a, 5, [&] { pump(c, f); });
     stamp(c, layer, 9);
   };
@@ -173,7 +188,7 @@ DEV void folded_layers(Context& c, Stream& f, Held& h, Ahead& ahead, u32* now, u
 #pragma unroll 1
   for (int layer = first_layer(c.p); layer < end_layer(c.p); layer++) {
     const u32* before = c.now;
-    c.now = now + (long)layer * LAYER_WORDS;
+    c.now = now + (long)slot_of(layer) * LAYER_WORDS;
     stamp(c, layer, 0);
     ask_norm(c, h, 2 * layer);
     recompute(c);
@@ -196,13 +211,14 @@ DEV void folded_layers(Context& c, Stream& f, Held& h, Ahead& ahead, u32* now, u
     recompute(c);
     if (runs(c.p, 5))
       gate_up_one(c, f, [&](int, uint4(&a)[K_HIDDEN]) {
+        clears_before();
         add_heads(c, f, h, 5);
         norm_folded(c, h, a);
         if (c.thread == 0) c.s.progress = layer + 1;
         stamp(c, layer, 9);
       }, [&] { square_folded(c, h); });
     stamp(c, layer, 7);
-    if (!alone(c.p)) clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
+    clear_used(c, now, other, layer, last_rows);
     if (alone(c.p) && runs(c.p, 6)) {
       add_heads(c, f, h, 5);
       block_sync();
@@ -239,7 +255,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   u32* now = p.exchange + parity * STEP_WORDS;
   u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
   const int first = first_layer(p);
-  Context c = {p, s, now + (long)(first ? first - 1 : LAYERS) * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, ONE ? 1 : p.rows,
+  Context c = {p, s, now + (long)(first ? slot_of(first - 1) : BEFORE) * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, ONE ? 1 : p.rows,
                ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8,
                p.weights + (((long)first_page(p) * BLOCKS + block) * WARPS + warp) * PAGE, read_once_policy(), first_page(p),
                shared_address(memory + UNITS_OFFSET), p.zero, copies_of(ONE ? 1 : p.rows),
@@ -292,7 +308,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   for (int layer = ONE && FOLD ? LAYERS : first; layer < end_layer(p); layer++) {
     const u32* before = c.now;
     recompute(c);
-    c.now = now + (long)layer * LAYER_WORDS;
+    c.now = now + (long)slot_of(layer) * LAYER_WORDS;
     stamp(c, layer, 0);
     if (runs(p, 0)) {
       if constexpr (ONE)
@@ -321,6 +337,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     if (runs(p, 5)) {
       if constexpr (ONE)
         gate_up_one(c, f, [&](int, uint4(&a)[K_HIDDEN]) {
+          clears_before();
           load_normed_one(c, f, c.now, W_MID, W_MID_SQUARE, a, 5);
           if (c.thread == 0) c.s.progress = layer + 1;
           stamp(c, layer, 9);
@@ -329,7 +346,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
         gate_up(c, f, layer);
     }
     stamp(c, layer, 7);
-    if (!alone(p)) clear_layer(c, other + (long)layer * LAYER_WORDS, last_rows);
+    clear_used(c, now, other, layer, last_rows);
     recompute(c);
     hold_residual(p, 2 * layer + 1, row, block * BLOCK_HIDDEN + n, residual);
     if (runs(p, 6)) {
@@ -337,7 +354,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
       else project_back<K_INTER>(c, f, W_ACT, W_OUT, W_OUT_SQUARE, 2 * layer + 2, residual, 6, layer, 8);
     }
   }
-  if (!alone(p)) clear_layer(c, other + (long)LAYERS * LAYER_WORDS, last_rows);
+  if (!alone(p)) clear_layer(c, other + (long)BEFORE * LAYER_WORDS, last_rows);
   stamp(c, LAYERS, 0);
   while (f.room) ask_page(c, f);
   if (runs(p, 7)) project_logits(c, [&](uint4(&a)[K_HIDDEN]) {

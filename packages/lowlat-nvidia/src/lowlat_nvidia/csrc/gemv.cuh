@@ -110,9 +110,20 @@ DEV u32 greatest(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
 
 DEV u32 least(uint4 v) { return min(min(v.x, v.y), min(v.z, v.w)); }
 DEV void nothing() {}
+// Waits for the words that lanes below COUNT name.
+template <int COUNT, class Idle>
+DEV void watch_each(Context& c, const u32* at, int stage, Idle idle) {
+  u32 polls = 0;
+  bool waiting = true;
+  while (waiting && __any_sync(~0u, c.lane < COUNT && load_exchange_word(at) == EMPTY)) {
+    idle();
+    waiting = __all_sync(~0u, may_wait(c, polls, stage));
+  }
+}
 // Loads N published vectors, `step` words apart, and one more from `extra_at`, which is published last; inactive lanes
-// get zeros. All lanes of the warp call it; `idle()` is done between polls.
-template <int N, class Idle>
+// get zeros. All lanes of the warp call it; `idle()` is done between polls. Without WATCH there is no
+// such vector, and all of it is loaded at once.
+template <int N, bool WATCH = true, class Idle>
 DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool active, uint4 (&v)[N], uint4& extra,
                 int stage, Idle idle) {
   u32 polls = 0;
@@ -120,7 +131,7 @@ DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool
   // Polling all of several rows crowds the L2, and what is published queues behind the polls: one vector of the last row tells
   // that the data is about to be there.
   const bool last = c.g == c.rows - 1;
-  bool waiting = true;
+  bool waiting = WATCH;
   while (waiting && __any_sync(~0u, last && greatest(load_exchange(extra_at)) == EMPTY)) {
     idle();
     waiting = __all_sync(~0u, may_wait(c, polls, stage));
@@ -128,7 +139,7 @@ DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool
   while (true) {
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = active ? load_exchange(base + i * step) : none;
-    extra = active ? load_exchange(extra_at) : none;
+    extra = WATCH && active ? load_exchange(extra_at) : none;
     u32 top = greatest(extra);
 #pragma unroll
     for (int i = 0; i < N; i++) top = max(top, greatest(v[i]));
@@ -234,6 +245,17 @@ template <int K, int CHUNK, class Idle>
 DEV void load_pairs(Context& c, int word, int chunk, uint4 (&a)[CHUNK], int stage, Idle idle) {
   const u32* x = c.now + copy_of(c, c.g) * ROW_WORDS + word + ((c.warp * K + chunk * CHUNK) * 32 + c.q * 8) / 2;
   uint4 last;
+  if constexpr (WATCH_EACH) {
+    // The last word of every block whose outputs these are, in the row that it publishes last: when these are there, so is
+    // everything else, as a rule, and is loaded once.
+    constexpr int SENDERS = BLOCKS / WARPS, SENT = K * 16 / SENDERS;
+    if (chunk == 0) {
+      const u32* row = c.now + copy_of(c, c.rows - 1) * ROW_WORDS + word;
+      watch_each<SENDERS>(c, row + (c.warp * SENDERS + c.lane % SENDERS + 1) * SENT - 1, stage, idle);
+    }
+    gather<CHUNK, false>(c, x, 16, x, c.g < c.rows, a, last, stage, idle);
+    return;
+  }
   gather<CHUNK>(c, x, 16, x + (CHUNK - 1) * 16, c.g < c.rows, a, last, stage, idle);
 }
 // The residual times its norm, with the blocks' sums of squares (the 1 / rms is applied to the products).

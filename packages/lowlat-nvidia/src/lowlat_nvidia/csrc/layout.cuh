@@ -30,7 +30,7 @@ constexpr int LAYER_FRAGMENTS = (BLOCK_QKV / 8 + 2 * BLOCK_INTER / 8) * K_HIDDEN
 constexpr int STREAM_PAGES = (LAYERS * LAYER_FRAGMENTS + LM_TILES * K_HIDDEN) / PAGE_FRAGMENTS;
 static_assert(K_HIDDEN % PAGE_FRAGMENTS == 0 && K_QDIM % PAGE_FRAGMENTS == 0 && K_INTER % PAGE_FRAGMENTS == 0, "");
 
-// Exchange buffers of one row of one layer, in 4-byte words. Layer LAYERS stands for what precedes layer 0.
+// Exchange buffers of one row of one layer, in 4-byte words. The last stand for what precedes layer 0.
 constexpr u32 EMPTY = 0xffffffffu;  // a word that nobody has published; publishing never writes it
 constexpr int W_QKV = 0;                                       // projections by KV head, float32
 constexpr int W_PART = W_QKV + KV_HEADS * HEAD_ROWS;           // normalised output of each split, float32
@@ -43,7 +43,12 @@ constexpr int W_OUT = W_ACT + INTER / 2;                       // residual times
 constexpr int W_OUT_SQUARE = W_OUT + HIDDEN / 2;
 constexpr int ROW_WORDS = W_OUT_SQUARE + BLOCKS;
 constexpr int LAYER_WORDS = MAX_ROWS * ROW_WORDS;
-constexpr long STEP_WORDS = (long)(LAYERS + 1) * LAYER_WORDS;
+// Layers take SLOTS buffers in turn: with fewer than there are layers, what blocks exchange stays in the L2 at any number of rows.
+constexpr bool TURNS = SLOTS < LAYERS;
+constexpr int BEFORE = SLOTS;  // the buffer of what precedes layer 0
+constexpr long STEP_WORDS = (long)(SLOTS + 1) * LAYER_WORDS;
+static_assert(SLOTS >= 3 || !TURNS, "a layer's words are read in the next, emptied there, and may be published in the one after that");
+DEV int slot_of(int layer) { return TURNS ? layer % SLOTS : layer; }
 
 constexpr int TENSOR_MAP = 128;  // bytes of a description of a tensor for the copy engine
 struct Params {

@@ -149,8 +149,10 @@ class DensePlan:
     asks for `under_way` pages of weights at once; `ahead` units come into the L2 before there is room for them, where
     contexts are short. What all blocks read is published `copies` times when rows are few. Steps of one row are folded
     with `fold`: the output projection is computed by KV heads and every block holds the residual, which is one exchange
-    a layer less, and more to read. `plain_copies` is for tools that watch every access, `alone` runs stages one by one
-    (`dense.alone`).
+    a layer less, and more to read. With `slots` (at least 3) layers take so many exchange buffers in turn instead of
+    one each, and all stay in the L2; a plan has them for both kernels or for neither. With `watch_each` a word of every
+    block is waited for before attention's output and activations of several rows are loaded. `plain_copies` is for
+    tools that watch every access, `alone` runs stages one by one (`dense.alone`).
     """
 
     shape: DenseShape
@@ -162,6 +164,8 @@ class DensePlan:
     copies: int = 4
     under_way: int | None = None
     fold: bool | None = None
+    slots: int | None = None
+    watch_each: bool = False
     plain_copies: bool = False
     alone: bool = False
 
@@ -228,7 +232,12 @@ class DensePlan:
         return MAX_ROWS * (row + s.qdim // 2 + s.hidden + 2 * BLOCKS + s.inter // 2)
 
     def exchange_words(self) -> int:
-        return 2 * (self.shape.layers + 1) * self.layer_words()
+        return 2 * (self.buffers + 1) * self.layer_words()
+
+    @property
+    def buffers(self) -> int:
+        """Exchange buffers of a step: one a layer, or `slots` that layers take in turn."""
+        return self.shape.layers if self.slots is None or self.alone else min(self.slots, self.shape.layers)
 
     def stream_pages(self) -> int:
         """Pages that each warp reads in a step."""
@@ -296,6 +305,8 @@ class DensePlan:
             "UNDER_WAY": self._under_way(),
             "NARROW": int(self._narrow),
             "FOLD": int(self.folded),
+            "SLOTS": self.buffers,
+            "WATCH_EACH": int(self.watch_each),
             "PLAIN_COPIES": int(self.plain_copies),
             "ALONE": int(self.alone),
             "BLOCKS": BLOCKS,
