@@ -46,13 +46,9 @@ from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
 FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": ({"under_way": 5},),
-    "llama-1b": (
-        {"under_way": 2},
-        {"ring_limit": 160 * 1024, "units": 8, "under_way": 3},
-        {"ring_limit": 160 * 1024, "units": 8, "under_way": 4},
-    ),
-    "qwen3-8b": ({"under_way": 2},),
+    "qwen3-0.6b": ({"slots": 3}, {"slots": 8}),
+    "llama-1b": ({"slots": 3}, {"slots": 8}, {"ring_limit": 160 * 1024, "units": 8, "under_way": 3}),
+    "qwen3-8b": ({"slots": 3}, {"slots": 8}),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-0.6b": ({"watch_each": True}, {"slots": 3}, {"watch_each": True, "slots": 3}),
