@@ -51,9 +51,13 @@ FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-8b": ({"slots": 3}, {"slots": 8}),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": ({"watch_each": True}, {"slots": 3}, {"watch_each": True, "slots": 3}),
+    "qwen3-0.6b": (
+        {"watch_each": True}, {"slots": 3}, {"row_warps": True}, {"row_warps": True, "watch_each": True, "slots": 3},
+    ),
     "llama-1b": (
-        {"under_way": 2}, {"watch_each": True}, {"slots": 3}, {"under_way": 2, "watch_each": True, "slots": 3},
+        {"under_way": 2}, {"watch_each": True}, {"slots": 3}, {"row_warps": True},
+        {"row_warps": True, "watch_each": True, "slots": 3},
+        {"row_warps": True, "watch_each": True, "slots": 3, "under_way": 2},
     ),
     "qwen3-8b": ({"watch_each": True}, {"slots": 3}, {"watch_each": True, "slots": 3}),
 }  # fmt: skip

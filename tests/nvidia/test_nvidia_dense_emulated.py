@@ -39,7 +39,10 @@ SHAPES = {
     "heads of 64": plans.DenseShape(1, 512, 8, 2, 64, 512, 300, False),
     "heads of 128": plans.DenseShape(1, 512, 4, 2, 128, 512, 300, True),
 }
-DEEP = {"five layers": plans.DenseShape(5, 512, 4, 2, 128, 512, 300, True)}
+DEEP = {
+    "two layers": plans.DenseShape(2, 512, 4, 2, 128, 512, 300, True),
+    "four layers": plans.DenseShape(4, 512, 4, 2, 128, 512, 300, True),
+}
 
 
 @pytest.fixture
@@ -144,20 +147,25 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "as wide models have it": ("heads of 128", {}),
     "not folded": ("heads of 128", {"fold": False}),
     "every sender watched": ("heads of 128", {"watch_each": True}),
-    "layers take turns": ("five layers", {"slots": 3}),
+    "layers take turns": ("four layers", {"slots": 3}),
+    "a warp for each row, heads of 64": ("heads of 64", {"row_warps": True}),
+    "a warp for each row, heads of 128": ("two layers", {"row_warps": True}),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_have_the_same_bits(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
     """As the default has, in logits and in all of the pools: requests of one row and of two, contexts of no tokens and
-    of more units than the ring holds."""
+    of more units than the ring holds, up to eight rows."""
     name, options = FORMS[form]
     built, _ = build(monkeypatch, tmp_path, name)
     if form == "as wide models have it":
         monkeypatch.setattr(plans.DensePlan, "_narrow", False)
     other, _ = build(monkeypatch, tmp_path, name, **options)
-    for positions, page_size in (([[0], [71]], 1), ([[0], [70, 71]], 1), ([[5], [900, 901], [331], [13], [16]], 16)):
+    eight = [[0], [1023], [700], [331], [64], [13], [16], [999]]
+    for positions, page_size in (
+        ([[0], [71]], 1), ([[0], [70, 71]], 1), ([[5], [900, 901], [331], [13], [16]], 16), (eight, 16), (eight[:5], 1),
+    ):  # fmt: skip
         inputs, pools = make_case(built.plan.shape, positions, page_size, 5, "cpu")
         found = []
         for step in (built, other):
@@ -174,10 +182,20 @@ SEVERAL = "if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, po
 ONE = "if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, 2)) break;"
 
 
+FIVE = [[40], [3], [70], [16], [333]]
+KNOWN = "return there && c.s.control.cached[unit.row] >= unit.base + UNIT_TOKENS &&"
+ROWS = {"row_warps": True}
+
+
 @pytest.mark.parametrize(
-    ("file", "wait", "instead", "positions"),
-    [("heads.cuh", SEVERAL, "break;", [[40], [3]]), ("one_row.cuh", ONE, "break;", [[40]])],
-    ids=["several rows", "one row"],
+    ("file", "wait", "instead", "positions", "options"),
+    [
+        ("heads.cuh", SEVERAL, "break;", [[40], [3]], {}),
+        ("one_row.cuh", ONE, "break;", [[40]], {}),
+        ("row_warps.cuh", SEVERAL, "break;", FIVE, ROWS),
+        ("row_warps.cuh", KNOWN, "return there &&", FIVE, ROWS),
+    ],
+    ids=["several rows", "one row", "a warp for each row", "units that are not in the cache"],
 )
 def test_a_wait_that_is_left_out_shows(
     small_grid: None,
@@ -187,8 +205,9 @@ def test_a_wait_that_is_left_out_shows(
     wait: str,
     instead: str,
     positions: list[list[int]],
+    options: dict[str, bool],
 ) -> None:
-    built, weights = build(monkeypatch, tmp_path, "heads of 64", changes={file: (wait, instead)})
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", changes={file: (wait, instead)}, **options)
     assert not distance(built, weights, positions, 16) < 1e-2
 
 

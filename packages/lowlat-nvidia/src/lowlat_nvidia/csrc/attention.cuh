@@ -56,47 +56,38 @@ DEV void give_back(Context& c, const Unit (&units)[COUNT], const u32 (&seen)[COU
   for (int n = 0; n < COUNT; n++)
     if (PLAIN_COPIES || c.lane == 0) barrier_arrive(after(c, seen[n], shared_address(&c.s.unit_empty[units[n].index % UNITS])));
 }
-// A unit each of COUNT rows, side by side: tokens from the ring, this step's own from where `prepare_heads` left them. Gives the
-// units back.
-template <int COUNT, bool FIRST>
-DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (&units)[COUNT], Accumulator (&acc)[COUNT]) {
+// Where a lane finds its tokens of a unit: in the ring, and this step's own where `prepare_heads` left them.
+DEV void find_unit(Context& c, const Unit& unit, u32 (&keys)[2], u32& values) {
   const Control& k = c.s.control;
   // Lanes 8 m to 8 m + 7 name the tokens of the m-th of the four 8 x 8 matrices of a tile of values.
   const int token = c.lane / 16 * 8 + c.lane % 8;
-  u32 keys[COUNT][2], values[COUNT], seen[COUNT];
-#pragma unroll
-  for (int n = 0; n < COUNT; n++) wait_barrier(c, shared_address(&c.s.unit_full[units[n].index % UNITS]), units[n].index / UNITS & 1, 9);
-#pragma unroll
-  for (int n = 0; n < COUNT; n++) {
-    const int row = units[n].row, base = units[n].base, cached = k.cached[row] - base;
-    const u32 unit = c.units + units[n].index % UNITS * UNIT;
-    keys[n][0] = unit + c.g * 128;
-    keys[n][1] = unit + (8 + c.g) * 128;
-    values[n] = unit + UNIT / 2 + token * 128;
-    if (cached < UNIT_TOKENS) {
-      // Tokens after the row's own have no row; their weights are zero, any finite value does.
-      const u32 fresh = shared_address(c.s.fresh);
-      auto at = [&](int t) { return fresh + (k.first[row] + min(t, k.own[row] - base) - cached) * 128; };
-      if (c.g >= cached) keys[n][0] = at(c.g);
-      if (8 + c.g >= cached) keys[n][1] = at(8 + c.g);
-      if (token >= cached) values[n] = at(token) + 8 * 128;
-    }
-    keys[n][0] += swizzled(c.g, 2 * c.q);
-    keys[n][1] += swizzled(c.g, 2 * c.q);
-    values[n] += swizzled(token, c.lane / 8 % 2);
+  const int row = unit.row, base = unit.base, cached = k.cached[row] - base;
+  const u32 at = c.units + unit.index % UNITS * UNIT;
+  keys[0] = at + c.g * 128;
+  keys[1] = at + (8 + c.g) * 128;
+  values = at + UNIT / 2 + token * 128;
+  if (cached < UNIT_TOKENS) {
+    // Tokens after the row's own have no row; their weights are zero, any finite value does.
+    const u32 fresh = shared_address(c.s.fresh);
+    auto at = [&](int t) { return fresh + (k.first[row] + min(t, k.own[row] - base) - cached) * 128; };
+    if (c.g >= cached) keys[0] = at(c.g);
+    if (8 + c.g >= cached) keys[1] = at(8 + c.g);
+    if (token >= cached) values = at(token) + 8 * 128;
   }
-  // From here on there are no branches where FIRST, and one unit's steps fill the waits of the other's.
-  uint4 key[COUNT][2][KEY_LOADS], value[COUNT][TILES_OUT];
-#pragma unroll
-  for (int n = 0; n < COUNT; n++)
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int i = 0; i < KEY_LOADS; i++) key[n][j][i] = load_shared((keys[n][j] ^ i % 2 * 16) + i / 2 * PANEL);
-#pragma unroll
-  for (int n = 0; n < COUNT; n++)
-#pragma unroll
-    for (int i = 0; i < TILES_OUT; i++) value[n][i] = load_transposed((values[n] ^ i % 4 * 32) + i / 4 * PANEL);
+  keys[0] += swizzled(c.g, 2 * c.q);
+  keys[1] += swizzled(c.g, 2 * c.q);
+  values += swizzled(token, c.lane / 8 % 2);
+}
+DEV void wait_unit(Context& c, u32 index) {
+  wait_barrier(c, shared_address(&c.s.unit_full[index % UNITS]), index / UNITS & 1, 9);
+}
+// Scores, weights and weighted values of a unit each of COUNT rows. No branches where FIRST, and one unit's steps fill the waits
+// of the other's. `middle()` is done when the keys have been used.
+template <int COUNT, bool FIRST, class Middle>
+DEV void sum_units(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (&units)[COUNT],
+                   const uint4 (&key)[COUNT][2][KEY_LOADS], const uint4 (&value)[COUNT][TILES_OUT], Accumulator (&acc)[COUNT],
+                   u32 (&weight)[COUNT][2], Middle middle) {
+  const Control& k = c.s.control;
   float chain[COUNT][2][2][4] = {};
 #pragma unroll
   for (int i = 0; i < KEY_LOADS; i++)
@@ -109,7 +100,7 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
         mma(chain[n][j][0], query[n][i], key[n][j][i].x, key[n][j][i].z);
         mma(chain[n][j][1], query[n][i], key[n][j][i].y, key[n][j][i].w);
       }
-  u32 weight[COUNT][2];
+  middle();
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
     const int left = k.end[units[n].row] - units[n].base;
@@ -122,29 +113,90 @@ DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (
         if (8 * j + 2 * c.q + e >= left) s[j][e] = -1e30f;
       }
     weigh<FIRST>(c, s, acc[n], weight[n]);
-    seen[n] = weight[n][0] ^ weight[n][1];
   }
 #pragma unroll
   for (int n = 0; n < COUNT; n++)
 #pragma unroll
-    for (int i = 0; i < TILES_OUT; i++) {
-      mma(acc[n].out[i], value[n][i], weight[n][0], weight[n][1]);
-      seen[n] ^= value[n][i].w;
-    }
+    for (int i = 0; i < TILES_OUT; i++) mma(acc[n].out[i], value[n][i], weight[n][0], weight[n][1]);
+}
+// A unit each of COUNT rows, side by side. Gives the units back.
+template <int COUNT, bool FIRST>
+DEV void attend(Context& c, const uint4 (&query)[COUNT][KEY_LOADS], const Unit (&units)[COUNT], Accumulator (&acc)[COUNT]) {
+  u32 keys[COUNT][2], values[COUNT], seen[COUNT], weight[COUNT][2];
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) wait_unit(c, units[n].index);
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) find_unit(c, units[n], keys[n], values[n]);
+  uint4 key[COUNT][2][KEY_LOADS], value[COUNT][TILES_OUT];
+#pragma unroll
+  for (int n = 0; n < COUNT; n++)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int i = 0; i < KEY_LOADS; i++) key[n][j][i] = load_shared((keys[n][j] ^ i % 2 * 16) + i / 2 * PANEL);
+#pragma unroll
+  for (int n = 0; n < COUNT; n++)
+#pragma unroll
+    for (int i = 0; i < TILES_OUT; i++) value[n][i] = load_transposed((values[n] ^ i % 4 * 32) + i / 4 * PANEL);
+  sum_units<COUNT, FIRST>(c, query, units, key, value, acc, weight, nothing);
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    seen[n] = weight[n][0] ^ weight[n][1];
+#pragma unroll
+    for (int i = 0; i < TILES_OUT; i++) seen[n] ^= value[n][i].w;
+  }
   give_back<COUNT>(c, units, seen);
 }
 
 // Leaves a warp's sum of a row for `publish_splits`: 16 bytes of each tile of lanes with heads, one after the other.
-DEV void store_attention(Context& c, int place, Accumulator& acc) {
+DEV void store_attention(Context& c, float (*merge)[2], float* sums, Accumulator& acc) {
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 1);
   acc.sum += __shfl_xor_sync(~0u, acc.sum, 2);
   if (c.q == 0)
-    *(float2*)c.s.merge[c.part_parity][place][c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
+    *(float2*)merge[c.g] = make_float2(acc.top * (rsqrtf((float)HEAD_DIM) * LOG2E), acc.sum);
   if (c.q >= GROUP / 2) return;
-  float4* to = (float4*)(attention_sums(c) + place * GROUP_DIM) + c.g * (GROUP / 2) + c.q;
+  float4* to = (float4*)sums + c.g * (GROUP / 2) + c.q;
 #pragma unroll
   for (int i = 0; i < TILES_OUT; i++)
     to[i * 8 * (GROUP / 2)] = make_float4(acc.out[i][0], acc.out[i][1], acc.out[i][2], acc.out[i][3]);
+}
+DEV void store_attention(Context& c, int place, Accumulator& acc) {
+  store_attention(c, c.s.merge[c.part_parity][place], attention_sums(c) + place * GROUP_DIM, acc);
+}
+// Joins `count` sums of a row, at most MOST, and publishes one piece of the split's output, and of its log-sums.
+template <int MOST>
+DEV void publish_piece(Context& c, int row, int piece, const float (*merge)[8][2], const float* sums, int count, int head, int split) {
+  const int q = piece % (GROUP / 2), g = piece / (GROUP / 2) % 8, tile = piece / (GROUP / 2) / 8;
+  const float4* part = (const float4*)sums + piece;
+  float4 m[MOST], x[MOST];  // maximum and sum of head 2q, then of head 2q + 1; the piece itself
+  float top[2] = {-1e30f, -1e30f}, sum[2] = {}, out[4] = {};
+#pragma unroll
+  for (int w = 0; w < MOST; w++) {
+    m[w] = w < count ? *(const float4*)merge[w][2 * q] : make_float4(-1e30f, 0.f, -1e30f, 0.f);
+    x[w] = w < count ? part[w * ROW_PARTS] : make_float4(0.f, 0.f, 0.f, 0.f);
+    top[0] = fmaxf(top[0], m[w].x);
+    top[1] = fmaxf(top[1], m[w].z);
+  }
+#pragma unroll
+  for (int w = 0; w < MOST; w++) {
+    const float even = fast_exp2(m[w].x - top[0]), odd = fast_exp2(m[w].z - top[1]);
+    sum[0] = fmaf(m[w].y, even, sum[0]);
+    sum[1] = fmaf(m[w].w, odd, sum[1]);
+    out[0] = fmaf(x[w].x, even, out[0]);
+    out[1] = fmaf(x[w].y, odd, out[1]);
+    out[2] = fmaf(x[w].z, even, out[2]);
+    out[3] = fmaf(x[w].w, odd, out[3]);
+  }
+  const int at = head * SPLITS + split;
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const int h = 2 * q + e, word = W_PART + at * GROUP_DIM + h * HEAD_DIM + tile * 16 + g;
+    const float scale = sum[e] > 0.f ? 1.f / sum[e] : 0.f;
+    publish(c, row, word, __float_as_uint(out[e] * scale));
+    publish(c, row, word + 8, __float_as_uint(out[2 + e] * scale));
+    if (g == 0 && tile == 0)
+      publish(c, row, W_LSE + at * GROUP + h, __float_as_uint(sum[e] > 0.f ? top[e] + __log2f(sum[e]) : -1e30f));
+  }
 }
 // Joins the warps' sums of rows first to last and publishes the split's output and log-sum of each.
 DEV void publish_splits(Context& c, int first, int last, int head, int split) {
@@ -152,39 +204,9 @@ DEV void publish_splits(Context& c, int first, int last, int head, int split) {
   block_sync();
 #pragma unroll 1
   for (int i = c.thread; i < (last + 1 - first) * ROW_PARTS; i += THREADS) {
-    const int row = first + i / ROW_PARTS, piece = i % ROW_PARTS;
-    const int q = piece % (GROUP / 2), g = piece / (GROUP / 2) % 8, tile = piece / (GROUP / 2) / 8;
-    const int place = k.place[row], sums = min(k.first_unit[row + 1] - k.first_unit[row], WARPS);
-    const float4* part = (const float4*)(attention_sums(c) + place * GROUP_DIM) + piece;
-    float4 m[WARPS], x[WARPS];  // maximum and sum of head 2q, then of head 2q + 1; the piece itself
-    float top[2] = {-1e30f, -1e30f}, sum[2] = {}, out[4] = {};
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      m[w] = w < sums ? *(const float4*)c.s.merge[c.part_parity][place + w][2 * q] : make_float4(-1e30f, 0.f, -1e30f, 0.f);
-      x[w] = w < sums ? part[w * ROW_PARTS] : make_float4(0.f, 0.f, 0.f, 0.f);
-      top[0] = fmaxf(top[0], m[w].x);
-      top[1] = fmaxf(top[1], m[w].z);
-    }
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const float even = fast_exp2(m[w].x - top[0]), odd = fast_exp2(m[w].z - top[1]);
-      sum[0] = fmaf(m[w].y, even, sum[0]);
-      sum[1] = fmaf(m[w].w, odd, sum[1]);
-      out[0] = fmaf(x[w].x, even, out[0]);
-      out[1] = fmaf(x[w].y, odd, out[1]);
-      out[2] = fmaf(x[w].z, even, out[2]);
-      out[3] = fmaf(x[w].w, odd, out[3]);
-    }
-    const int at = head * SPLITS + split;
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int h = 2 * q + e, word = W_PART + at * GROUP_DIM + h * HEAD_DIM + tile * 16 + g;
-      const float scale = sum[e] > 0.f ? 1.f / sum[e] : 0.f;
-      publish(c, row, word, __float_as_uint(out[e] * scale));
-      publish(c, row, word + 8, __float_as_uint(out[2 + e] * scale));
-      if (g == 0 && tile == 0)
-        publish(c, row, W_LSE + at * GROUP + h, __float_as_uint(sum[e] > 0.f ? top[e] + __log2f(sum[e]) : -1e30f));
-    }
+    const int row = first + i / ROW_PARTS, place = k.place[row];
+    publish_piece<WARPS>(c, row, i % ROW_PARTS, &c.s.merge[c.part_parity][place], attention_sums(c) + place * GROUP_DIM,
+                         min(k.first_unit[row + 1] - k.first_unit[row], WARPS), head, split);
   }
   c.part_parity ^= 1;
 }
@@ -275,10 +297,11 @@ DEV void attend_rows(Context& c, Stream& f, int layer, int head, int split, u32 
 DEV void attention(Context& c, Stream& f, int layer, Ahead& ahead) {
   const Control& k = c.s.control;
   const int head = c.block / SPLITS, split = c.block % SPLITS;
+  if constexpr (BY_ROWS) load_head_norms(c, layer, ahead.norms);
   prepare_heads(c, f, ahead.norms, head, (u8*)k.pools[layer][0], (u8*)k.pools[layer][1]);
   block_sync();
   stamp(c, layer, 10);
-  if (layer + 1 < LAYERS) load_head_norms(c, layer + 1, ahead.norms);
+  if (!BY_ROWS && layer + 1 < LAYERS) load_head_norms(c, layer + 1, ahead.norms);
   attend_rows(c, f, layer, head, split, ahead.unit);
   ahead.unit += k.first_unit[c.rows];
   stamp(c, layer, 11);

@@ -38,6 +38,27 @@ DEV void advance(const Params& p, const Shared& s, Cursor& at, int units, int en
   const int token = at.begin + at.unit * UNIT_TOKENS + lane;
   if (lane < UNIT_TOKENS && token < at.limit) at.page = __ldg(at.pages + (token >> p.page_shift));
 }
+// Of all units of a step, in the order of their places in the ring, where each row has a warp: every eighth is one row's.
+DEV u32 own_index(const Params& p, int layer, int row, int unit, int units) {
+  return (u32)((layer - first_layer(p)) * units + unit) * WARPS + row;
+}
+#if ROW_WARPS
+// Goes on to the next unit of this copying warp's rows in turn: `warp`, and WARPS / 2 more.
+DEV void advance_rows(const Params& p, const Shared& s, Cursor& at, int most, int warp, int end, int lane) {
+  do {
+    if (at.row == warp && warp + COPY_WARPS < rows_of(p)) {
+      at.row = warp + COPY_WARPS;
+    } else {
+      at.row = warp;
+      if (++at.unit >= most) { at.unit = 0; at.layer++; }
+    }
+    enter_row(p, s, at);
+  } while (at.unit >= at.units && at.layer < end);
+  at.index = own_index(p, at.layer, at.row, at.unit, at.units);
+  const int token = at.begin + at.unit * UNIT_TOKENS + lane;
+  if (lane < UNIT_TOKENS && token < at.limit) at.page = __ldg(at.pages + (token >> p.page_shift));
+}
+#endif
 // Fills a unit with 16-byte copies; tokens that are not cached become zeros. PLAIN_COPIES does the same by loads and stores, and
 // every lane says for itself that it has read a unit, for tools that know of no other way.
 DEV void copy_pieces(const Params& p, u32 to, const u8* keys, const u8* values, long head, int where, u32 full, int lane) {
@@ -99,6 +120,38 @@ DEV bool none_under_way(Shared& s, int rows, u32 index, int warp) {
   const u32 before = index - COPY_WARPS;
   return __all_sync(~0u, barrier_test(shared_address(&s.unit_full[before % UNITS]), before / UNITS & 1));
 }
+// The warps that compute wait at most once for every stage, and then go on: this is beyond all of their waits.
+DEV bool too_late(const Params& p, long long since, int lane) {
+  if (!__any_sync(~0u, clock_now() - since > p.spin_limit * 4096ll)) return false;
+  if (lane == 0) store_exchange(p.state + 1, 1u + blockIdx.x * 16 + 10);
+  return true;
+}
+#if ROW_WARPS
+// The same where each row has a warp: units of two rows in turn.
+DEV void copy_rows(const Params& p, Shared& s, u32 units, int warp, int lane) {
+  static_assert(COPY_WARPS == WARPS / 2, "");
+  const int* first = s.control.first_unit;
+  const bool two = warp + COPY_WARPS < rows_of(p);
+  const int own = first[warp + 1] - first[warp], other = two ? first[warp + COPY_WARPS + 1] - first[warp + COPY_WARPS] : 0;
+  const int most = max(own, other), end = runs(p, 2) && most ? end_layer(p) : 0;
+  const u64 policy = read_once_policy();
+  Cursor at = {first_layer(p), warp + COPY_WARPS, -1, 0};  // before the first
+  if (at.layer < end) advance_rows(p, s, at, most, warp, end, lane);
+  long long since = clock_now();
+#pragma unroll 1
+  while (at.layer < end) {
+    if (__all_sync(~0u, barrier_test(shared_address(&s.unit_empty[at.index % UNITS]), (at.index / UNITS & 1) ^ 1))) {
+      copy_unit(p, s, units, at, lane, policy);
+      advance_rows(p, s, at, most, warp, end, lane);
+      since = clock_now();
+      continue;
+    }
+    if (too_late(p, since, lane)) break;
+    __nanosleep(20);
+  }
+  copies_done();
+}
+#endif
 // What a copying warp does: every fourth unit, as its place in the ring becomes empty.
 DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   const int rows = rows_of(p), layer_units = s.control.first_unit[rows], end = runs(p, 2) && layer_units ? end_layer(p) : 0;
@@ -128,11 +181,7 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
       advance(p, s, next, COPY_WARPS, end, lane);
       continue;
     }
-    // The warps that compute wait at most once for every stage, and then go on: this is beyond all of their waits.
-    if (__any_sync(~0u, clock_now() - since > p.spin_limit * 4096ll)) {
-      if (lane == 0) store_exchange(p.state + 1, 1u + blockIdx.x * 16 + 10);
-      break;
-    }
+    if (too_late(p, since, lane)) break;
     __nanosleep(20);  // polling takes shared memory's time from the warps that compute
   }
   copies_done();

@@ -10,6 +10,9 @@
 #if FOLD
 #include "folded.cuh"
 #endif
+#if ROW_WARPS
+#include "row_warps.cuh"
+#endif
 
 // Stage numbers: 0 q, k, v; 1 embedding; 2 attention; 3 sum of splits; 4 output projection; 5 gate and up;
 // 6 down; 7 logits; and for errors 8 a page of weights; 9 a unit of the cache; 10 room for one. Stamp numbers: see stamp().
@@ -299,7 +302,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   if (runs(p, 1) && !(ONE && FOLD)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
   Ahead ahead = {0};
   if constexpr (ONE) ask_head_norm(c, first % LAYERS, ahead.norms);
-  else load_head_norms(c, first % LAYERS, ahead.norms);
+  else if (!BY_ROWS) load_head_norms(c, first % LAYERS, ahead.norms);
 #if FOLD && ONE_ROW
   embed_folded(h, embedding);
   folded_layers(c, f, h, ahead, now, other, last_rows);
@@ -321,7 +324,13 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     }
     stamp(c, layer, 2);
     recompute(c);
-    if (runs(p, 2)) ONE ? attention_one(c, f, layer, ahead) : attention(c, f, layer, ahead);
+    if (runs(p, 2)) {
+      if constexpr (ONE) attention_one(c, f, layer, ahead);
+#if ROW_WARPS
+      else if (s.control.by_rows) attention_by_rows(c, f, layer);
+#endif
+      else attention(c, f, layer, ahead);
+    }
     stamp(c, layer, 3);
     recompute(c);
     if (runs(p, 3)) ONE ? combine_one(c, f) : combine(c, f);
@@ -394,6 +403,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
       if (p.maps) map_ready(p.maps + i * TENSOR_MAP);
     __syncthreads();  // the rows are read
     if (s.stop) return;
+#if ROW_WARPS
+    if (s.control.by_rows) copy_rows(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
+    else
+#endif
     copy_cache(p, s, shared_address(memory + UNITS_OFFSET), warp - WARPS, lane);
   } else {
     take_registers<224>();

@@ -11,6 +11,9 @@ constexpr int PART_FLOATS = ROWS > 1 ? WARPS * 8 * ROWS * 8 : PART_SUMS + (FOLD 
 constexpr int PARTS = ROWS > 1 ? PART_FLOATS / GROUP_DIM : WARPS;  // warps' sums of rows that attention joins at once
 // Keys, then values, of a unit of the cache: panels of 16 tokens x 64 elements, as the copy engine writes them (see swizzled).
 constexpr int UNIT_TOKENS = 16, PANEL = UNIT_TOKENS * 128, UNIT = 2 * HEAD_DIM / 64 * PANEL;
+// Of five to eight rows each may have a warp to itself, where all have few units.
+constexpr bool BY_ROWS = ROW_WARPS && ROWS > 1;
+constexpr int ROW_UNITS = 2 * PARTS / WARPS;  // at most, so that there is room for their sums in both halves
 static_assert(PARTS >= WARPS && PART_FLOATS >= WARPS * 8 * ROWS * 8, "");
 struct Control {
   int begin[ROWS], end[ROWS];  // tokens of each row that this block's split covers
@@ -21,6 +24,9 @@ struct Control {
   u32 joined;                          // bit r: warps are joined after row r
   int own[ROWS], own_slot[ROWS];  // the row's own token and its cache slot
   int token[ROWS];                    // its id
+#if ROW_WARPS
+  bool by_rows, shared_requests;      // each row has a warp; some are of one request
+#endif
   const int* pages[ROWS];
   const u8* pools[LAYERS][2];          // K and V
   float rotary[ROWS][HEAD_DIM];    // cosine, sine

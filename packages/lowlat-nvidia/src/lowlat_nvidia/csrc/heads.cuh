@@ -14,9 +14,8 @@ DEV void load_head_norms(Context& c, int layer, HeadNorms& norms) {
 }
 // Normalises (Qwen3) and rotates a head of q, k or v and leaves it in shared memory for the block. The block whose split holds a
 // row's own token also writes its key and value to the cache.
-DEV void prepare_head(Context& c, const HeadNorms& norms, int item, float (&x)[EACH], int head, u8* k_pool, u8* v_pool) {
-  Control& k = c.s.control;
-  const int row = item / (GROUP + 2), part = item % (GROUP + 2);  // GROUP queries, then key, then value
+DEV void prepare_head(Context& c, const HeadNorms& norms, int row, int part, float (&x)[EACH], int head, u8* k_pool, u8* v_pool) {
+  Control& k = c.s.control;  // parts: GROUP queries, then key, then value
   if (part <= GROUP) {
     if constexpr (QK_NORM) {
       float square = 0.f;
@@ -92,6 +91,7 @@ DEV void prepare_heads(Context& c, Stream& f, const HeadNorms& norms, int head, 
     load(first + BATCH * WARPS);
 #pragma unroll
     for (int j = 0; j < BATCH; j++)
-      if (first + j * WARPS < items) prepare_head(c, norms, first + j * WARPS, x[j], head, k_pool, v_pool);
+      if (const int item = first + j * WARPS; item < items)
+        prepare_head(c, norms, item / (GROUP + 2), item % (GROUP + 2), x[j], head, k_pool, v_pool);
   }
 }

@@ -141,7 +141,7 @@ DEV void prepare_heads_one(Context& c, Stream& f, const HeadNorms& norms, int he
     pump(c, f);
     if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, 2)) break;
   }
-  prepare_head(c, norms, c.warp, x, head, k_pool, v_pool);
+  prepare_head(c, norms, 0, c.warp, x, head, k_pool, v_pool);
 }
 // As `publish_splits`, an element for each thread.
 DEV void publish_split_one(Context& c, int head, int split) {

@@ -178,6 +178,10 @@ template <int COUNT>
 DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 // Hides where an index comes from.
 DEV void forget(int& x) { asm volatile("" : "+r"(x)); }
+// A value that the compiler does not know.
+DEV void define(uint4& v) {
+  asm volatile("mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));
+}
 DEV long long clock_now() {
   long long t;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");

@@ -20,6 +20,15 @@ DEV void count_units(Control& k, int rows) {
     parts += sums;
   }
   k.joined |= 1u << (rows - 1);
+#if ROW_WARPS
+  k.by_rows = BY_ROWS && rows > WARPS / 2;
+  k.shared_requests = false;
+#pragma unroll 1
+  for (int row = 0; row < rows; row++) {
+    k.by_rows = k.by_rows && k.first_unit[row + 1] - k.first_unit[row] <= ROW_UNITS;
+    k.shared_requests = k.shared_requests || k.first[row] != row;
+  }
+#endif
 }
 // What a step of one row knows without looking anything up, asked for before the ring's first pages.
 struct OneRow { long long token, position, slot; };

@@ -136,6 +136,13 @@ struct Tile {
   uint4 w[COUNT];  // the next group
   bool taken;
 
+  // Without a value here the registers keep one from layer to layer, in all stages between.
+  DEV_MEMBER void begin() {
+    if constexpr (BY_ROWS && SOON) {
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) define(w[i]);
+    }
+  }
   // Takes the next group if it is there.
   DEV_MEMBER void take_early(Context& c, Stream& f) {
     taken = SOON && pages_there<PAGES>(c);
@@ -201,8 +208,13 @@ DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
   Tile<CHUNK, true, SOON> wide;
   Tile<CHUNK, false, SOON> narrow;
   narrow.taken = false;
-  if constexpr (WIDE > 0) wide.take_early(c, f);
-  else narrow.take_early(c, f);
+  if constexpr (WIDE > 0) {
+    wide.begin();
+    wide.take_early(c, f);
+  } else {
+    narrow.begin();
+    narrow.take_early(c, f);
+  }
   if constexpr (CHUNKS == 1) {
     load(0, a);
 #pragma unroll 1

@@ -1,0 +1,149 @@
+// Attention of five to eight rows of short contexts: a warp has a row to itself, from its heads to its split's output, and waits
+// for no other warp in between. Which warp makes a partial sum is free: each is of one unit, as it is with eight warps for a row,
+// and they are joined in the same order.
+// A warp keeps two units in registers. What has been loaded into them makes room in the ring, so that most of a layer's units are
+// here, or on their way, before the queries are.
+#pragma once
+#include "attention.cuh"
+
+struct Taken {
+  uint4 key[1][2][KEY_LOADS], value[1][TILES_OUT];
+};
+// Gives registers a value, or what is in them would be kept from layer to layer.
+DEV void define(Taken& t) {
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+#pragma unroll
+    for (int i = 0; i < KEY_LOADS; i++) define(t.key[0][j][i]);
+#pragma unroll
+  for (int i = 0; i < TILES_OUT; i++) define(t.value[0][i]);
+}
+DEV Unit own_unit(Context& c, int layer, int unit) {
+  const Control& k = c.s.control;
+  const int row = c.warp, units = k.first_unit[row + 1] - k.first_unit[row];
+  return {row, k.begin[row] + unit * UNIT_TOKENS, own_index(c.p, layer, row, unit, units)};
+}
+// Loads a unit into registers and gives its place in the ring back.
+DEV void take_unit(Context& c, const Unit& unit, Taken& t) {
+  u32 keys[2], values, seen[1] = {0};
+  find_unit(c, unit, keys, values);
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+#pragma unroll
+    for (int i = 0; i < KEY_LOADS; i++) t.key[0][j][i] = load_shared((keys[j] ^ i % 2 * 16) + i / 2 * PANEL);
+#pragma unroll
+  for (int i = 0; i < TILES_OUT; i++) t.value[0][i] = load_transposed((values ^ i % 4 * 32) + i / 4 * PANEL);
+#pragma unroll
+  for (int i = 0; i < TILES_OUT; i++) seen[0] ^= t.value[0][i].w;
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+#pragma unroll
+    for (int i = 0; i < KEY_LOADS; i++) seen[0] ^= t.key[0][j][i].w;
+  const Unit units[1] = {unit};
+  give_back<1>(c, units, seen);
+}
+// Whether a unit can be taken before this step's keys and values are known: it is there, and all of it was in the cache.
+DEV bool known(Context& c, const Unit& unit, bool there) {
+  return there && c.s.control.cached[unit.row] >= unit.base + UNIT_TOKENS &&
+         __all_sync(~0u, barrier_test(shared_address(&c.s.unit_full[unit.index % UNITS]), unit.index / UNITS & 1));
+}
+DEV float (*own_merge(Context& c, int unit))[8][2] { return &c.s.merge[0][0] + c.warp * ROW_UNITS + unit; }
+DEV float* own_sums(Context& c, int unit) { return c.s.part[0] + (c.warp * ROW_UNITS + unit) * GROUP_DIM; }
+// `middle()` is done when there is room for another unit's keys.
+template <class Middle>
+DEV void attend_taken(Context& c, const Taken& t, const Unit& unit, int number, Middle middle) {
+  Accumulator acc[1] = {};
+  const Unit units[1] = {unit};
+  u32 weight[1][2];
+  uint4 query[1][KEY_LOADS];
+  load_query(c, unit.row, query[0]);
+  sum_units<1, true>(c, query, units, t.key, t.value, acc, weight, middle);
+  store_attention(c, own_merge(c, number)[0], own_sums(c, number), acc[0]);
+}
+// Heads of this warp's row; of key and value only where somebody in this block reads them. `idle()` is done between polls.
+template <class Idle>
+DEV void prepare_row(Context& c, const HeadNorms& norms, bool fresh, int head, u8* k_pool, u8* v_pool, Idle idle) {
+  const u32* words = c.now + c.warp * ROW_WORDS + W_QKV + head * HEAD_ROWS + c.lane;
+  u32 coming[GROUP + 2][EACH], polls = 0;
+  while (true) {
+    u32 top = 0;
+#pragma unroll
+    for (int part = 0; part < GROUP + 2; part++)
+#pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        coming[part][e] = part < GROUP || fresh ? load_exchange_word(words + part * HEAD_DIM + e * 32) : 0;
+        top = max(top, coming[part][e]);
+      }
+    idle();
+    if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;
+  }
+#pragma unroll
+  for (int part = 0; part < GROUP + 2; part++) {
+    if (part >= GROUP && !fresh) break;
+    float x[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) x[e] = __uint_as_float(coming[part][e]);
+    prepare_head(c, norms, c.warp, part, x, head, k_pool, v_pool);
+  }
+}
+// Joins the sums of this warp's row and publishes them.
+DEV void publish_row(Context& c, int count, int head, int split) {
+  __syncwarp();
+#pragma unroll
+  for (int piece = c.lane; piece < ROW_PARTS; piece += 32)
+    publish_piece<ROW_UNITS>(c, c.warp, piece, own_merge(c, 0), own_sums(c, 0), count, head, split);
+}
+DEV void attention_by_rows(Context& c, Stream& f, int layer) {
+  const Control& k = c.s.control;
+  const int head = c.block / SPLITS, split = c.block % SPLITS, row = c.warp;
+  const bool mine = row < c.rows;
+  const int units = mine ? k.first_unit[row + 1] - k.first_unit[row] : 0;
+  const bool fresh = k.shared_requests || (k.own[row] >= k.begin[row] && k.own[row] < k.end[row]);
+  HeadNorms norms;
+  load_head_norms(c, layer, norms);
+  Taken a, b;
+  define(a);
+  define(b);
+  bool has_a = false, has_b = false;
+  auto unit = [&](int number) { return own_unit(c, layer, number); };
+  auto take_early = [&] {
+    if (!has_a && known(c, unit(0), units > 0)) {
+      take_unit(c, unit(0), a);
+      has_a = true;
+    } else if (has_a && !has_b && known(c, unit(1), units > 1)) {
+      take_unit(c, unit(1), b);
+      has_b = true;
+    }
+  };
+  block_sync();  // the sums of q, k and v have been read: these lie in their place
+  if (mine)
+    prepare_row(c, norms, fresh, head, (u8*)k.pools[layer][0], (u8*)k.pools[layer][1], [&] {
+      pump(c, f);
+      take_early();
+    });
+  if (k.shared_requests) block_sync();
+  else __syncwarp();
+  stamp(c, layer, 10);
+  if (mine) {
+    auto take = [&](int number, Taken& t) {
+      if (number >= units) return;
+      wait_unit(c, unit(number).index);
+      take_unit(c, unit(number), t);
+    };
+    if (!has_a) take(0, a);
+#pragma unroll 1
+    for (int number = 0; number < units; number += 2) {
+      attend_taken(c, a, unit(number), number, [&] {
+        if (!has_b) take(number + 1, b);
+      });
+      has_b = false;
+      if (number + 1 < units) attend_taken(c, b, unit(number + 1), number + 1, [&] { take(number + 2, a); });
+      stamp(c, layer, 12);
+      pump(c, f);
+    }
+    publish_row(c, units, head, split);
+    stamp(c, layer, 13);
+  }
+  block_sync();  // the output projection's sums will lie where these are
+  stamp(c, layer, 11);
+}
