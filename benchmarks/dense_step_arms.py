@@ -52,12 +52,13 @@ FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-0.6b": (
-        {"watch_each": True}, {"slots": 3}, {"row_warps": True}, {"row_warps": True, "watch_each": True, "slots": 3},
+        {"watch_each": True}, {"slots": 3}, {"row_warps": 1}, {"row_warps": 2},
+        {"row_warps": 2, "watch_each": True}, {"row_warps": 2, "watch_each": True, "slots": 3},
     ),
     "llama-1b": (
-        {"under_way": 2}, {"watch_each": True}, {"slots": 3}, {"row_warps": True},
-        {"row_warps": True, "watch_each": True, "slots": 3},
-        {"row_warps": True, "watch_each": True, "slots": 3, "under_way": 2},
+        {"under_way": 2}, {"watch_each": True}, {"slots": 3}, {"row_warps": 1}, {"row_warps": 2},
+        {"row_warps": 2, "watch_each": True, "slots": 3},
+        {"row_warps": 2, "watch_each": True, "slots": 3, "under_way": 2},
     ),
     "qwen3-8b": ({"watch_each": True}, {"slots": 3}, {"watch_each": True, "slots": 3}),
 }  # fmt: skip

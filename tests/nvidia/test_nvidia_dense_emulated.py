@@ -148,8 +148,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "not folded": ("heads of 128", {"fold": False}),
     "every sender watched": ("heads of 128", {"watch_each": True}),
     "layers take turns": ("four layers", {"slots": 3}),
-    "a warp for each row, heads of 64": ("heads of 64", {"row_warps": True}),
-    "a warp for each row, heads of 128": ("two layers", {"row_warps": True}),
+    "a warp for each row, heads of 64": ("heads of 64", {"row_warps": 1}),
+    "and a unit in registers early": ("two layers", {"row_warps": 2}),
 }
 
 
@@ -184,7 +184,7 @@ ONE = "if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, 2)) break;"
 
 FIVE = [[40], [3], [70], [16], [333]]
 KNOWN = "return there && c.s.control.cached[unit.row] >= unit.base + UNIT_TOKENS &&"
-ROWS = {"row_warps": True}
+ROWS = {"row_warps": 1}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_wait_that_is_left_out_shows(
     wait: str,
     instead: str,
     positions: list[list[int]],
-    options: dict[str, bool],
+    options: dict[str, int],
 ) -> None:
     built, weights = build(monkeypatch, tmp_path, "heads of 64", changes={file: (wait, instead)}, **options)
     assert not distance(built, weights, positions, 16) < 1e-2

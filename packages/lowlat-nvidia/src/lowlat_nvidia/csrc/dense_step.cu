@@ -313,6 +313,10 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     recompute(c);
     c.now = now + (long)slot_of(layer) * LAYER_WORDS;
     stamp(c, layer, 0);
+#if ROW_WARPS
+    Early first_unit;
+    if (ROW_WARPS == 2 && s.control.by_rows) take_first(c, layer, first_unit);
+#endif
     if (runs(p, 0)) {
       if constexpr (ONE)
         project_qkv_one(c, f, layer, [&](int, uint4(&a)[K_HIDDEN]) {
@@ -324,10 +328,13 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     }
     stamp(c, layer, 2);
     recompute(c);
+#if ROW_WARPS
+    if (ROW_WARPS == 1 && s.control.by_rows) take_first(c, layer, first_unit);
+#endif
     if (runs(p, 2)) {
       if constexpr (ONE) attention_one(c, f, layer, ahead);
 #if ROW_WARPS
-      else if (s.control.by_rows) attention_by_rows(c, f, layer);
+      else if (s.control.by_rows) attention_by_rows(c, f, layer, first_unit);
 #endif
       else attention(c, f, layer, ahead);
     }

@@ -12,17 +12,27 @@ DEV void load_head_norms(Context& c, int layer, HeadNorms& norms) {
     for (int e = 0; e < EACH; e++) { norms.query[e] = at[e * 32]; norms.key[e] = at[HEAD_DIM + e * 32]; }
   }
 }
+// Sums of squares of COUNT heads.
+template <int COUNT>
+DEV void square_heads(const float (&x)[COUNT][EACH], float (&square)[COUNT]) {
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) {
+    square[j] = 0.f;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) square[j] = fmaf(x[j][e], x[j][e], square[j]);
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1)
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) square[j] += __shfl_xor_sync(~0u, square[j], o);
+}
 // Normalises (Qwen3) and rotates a head of q, k or v and leaves it in shared memory for the block. The block whose split holds a
 // row's own token also writes its key and value to the cache.
-DEV void prepare_head(Context& c, const HeadNorms& norms, int row, int part, float (&x)[EACH], int head, u8* k_pool, u8* v_pool) {
+DEV void finish_head(Context& c, const HeadNorms& norms, int row, int part, float (&x)[EACH], float square, int head, u8* k_pool,
+                     u8* v_pool) {
   Control& k = c.s.control;  // parts: GROUP queries, then key, then value
   if (part <= GROUP) {
     if constexpr (QK_NORM) {
-      float square = 0.f;
-#pragma unroll
-      for (int e = 0; e < EACH; e++) square = fmaf(x[e], x[e], square);
-#pragma unroll
-      for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
       const float scale = rsqrtf(square * (1.f / HEAD_DIM) + c.p.head_eps);
 #pragma unroll
       for (int e = 0; e < EACH; e++) x[e] *= scale * bf_low(part == GROUP ? norms.key[e] : norms.query[e]);
@@ -54,6 +64,13 @@ DEV void prepare_head(Context& c, const HeadNorms& norms, int row, int part, flo
         ((unsigned short*)pool)[slot * c.p.slot_stride + head * c.p.head_stride + e * 32 + c.lane] = value;
     }
   }
+}
+DEV void prepare_head(Context& c, const HeadNorms& norms, int row, int part, float (&x)[EACH], int head, u8* k_pool, u8* v_pool) {
+  float all[1][EACH], square[1] = {};
+#pragma unroll
+  for (int e = 0; e < EACH; e++) all[0][e] = x[e];
+  if (QK_NORM && part <= GROUP) square_heads<1>(all, square);
+  finish_head(c, norms, row, part, x, square[0], head, k_pool, v_pool);
 }
 // Heads of q, k and v of all rows, a warp each. A warp asks for several at once: each would wait for the L2 by itself.
 DEV void prepare_heads(Context& c, Stream& f, const HeadNorms& norms, int head, u8* k_pool, u8* v_pool) {

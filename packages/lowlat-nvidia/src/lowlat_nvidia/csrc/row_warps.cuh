@@ -72,19 +72,23 @@ DEV void prepare_row(Context& c, const HeadNorms& norms, bool fresh, int head, u
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
         coming[part][e] = part < GROUP || fresh ? load_exchange_word(words + part * HEAD_DIM + e * 32) : 0;
-        top = max(top, coming[part][e]);
       }
     idle();
+#pragma unroll
+    for (int part = 0; part < GROUP + 2; part++)
+#pragma unroll
+      for (int e = 0; e < EACH; e++) top = max(top, coming[part][e]);
     if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;
   }
+  float x[GROUP + 2][EACH], square[GROUP + 2] = {};
 #pragma unroll
-  for (int part = 0; part < GROUP + 2; part++) {
-    if (part >= GROUP && !fresh) break;
-    float x[EACH];
+  for (int part = 0; part < GROUP + 2; part++)
 #pragma unroll
-    for (int e = 0; e < EACH; e++) x[e] = __uint_as_float(coming[part][e]);
-    prepare_head(c, norms, c.warp, part, x, head, k_pool, v_pool);
-  }
+    for (int e = 0; e < EACH; e++) x[part][e] = __uint_as_float(coming[part][e]);
+  if constexpr (QK_NORM) square_heads<GROUP + 2>(x, square);  // each sum waits for the others' instructions, not for its own
+#pragma unroll
+  for (int part = 0; part < GROUP + 2; part++)
+    if (part < GROUP || fresh) finish_head(c, norms, c.warp, part, x[part], square[part], head, k_pool, v_pool);
 }
 // Joins the sums of this warp's row and publishes them.
 DEV void publish_row(Context& c, int count, int head, int split) {
@@ -93,7 +97,21 @@ DEV void publish_row(Context& c, int count, int head, int split) {
   for (int piece = c.lane; piece < ROW_PARTS; piece += 32)
     publish_piece<ROW_UNITS>(c, c.warp, piece, own_merge(c, 0), own_sums(c, 0), count, head, split);
 }
-DEV void attention_by_rows(Context& c, Stream& f, int layer) {
+struct Early {
+  Taken unit;
+  bool there;
+};
+// Takes this warp's first unit of a layer, if it has come, and makes room for the second.
+DEV void take_first(Context& c, int layer, Early& first) {
+  const Control& k = c.s.control;
+  define(first.unit);
+  first.there = false;
+  if (c.warp >= c.rows) return;
+  const Unit unit = own_unit(c, layer, 0);
+  first.there = known(c, unit, k.first_unit[c.warp + 1] > k.first_unit[c.warp]);
+  if (first.there) take_unit(c, unit, first.unit);
+}
+DEV void attention_by_rows(Context& c, Stream& f, int layer, Early& first) {
   const Control& k = c.s.control;
   const int head = c.block / SPLITS, split = c.block % SPLITS, row = c.warp;
   const bool mine = row < c.rows;
@@ -101,10 +119,9 @@ DEV void attention_by_rows(Context& c, Stream& f, int layer) {
   const bool fresh = k.shared_requests || (k.own[row] >= k.begin[row] && k.own[row] < k.end[row]);
   HeadNorms norms;
   load_head_norms(c, layer, norms);
-  Taken a, b;
-  define(a);
+  Taken b, &a = first.unit;
   define(b);
-  bool has_a = false, has_b = false;
+  bool &has_a = first.there, has_b = false;
   auto unit = [&](int number) { return own_unit(c, layer, number); };
   auto take_early = [&] {
     if (!has_a && known(c, unit(0), units > 0)) {

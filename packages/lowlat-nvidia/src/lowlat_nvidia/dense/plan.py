@@ -152,8 +152,9 @@ class DensePlan:
     a layer less, and more to read. With `slots` (at least 3) layers take so many exchange buffers in turn instead of
     one each, and all stay in the L2; a plan has them for both kernels or for neither. With `watch_each` a word of every
     block is waited for before attention's output and activations of several rows are loaded. With `row_warps` each of
-    five to eight rows of short contexts has a warp of its own in attention. `plain_copies` is for tools that watch
-    every access, `alone` runs stages one by one (`dense.alone`).
+    five to eight rows of short contexts has a warp of its own in attention; 2: which has a unit in registers before q, k
+    and v are computed. `plain_copies` is for tools that watch every access, `alone` runs stages one by one
+    (`dense.alone`).
     """
 
     shape: DenseShape
@@ -167,7 +168,7 @@ class DensePlan:
     fold: bool | None = None
     slots: int | None = None
     watch_each: bool = False
-    row_warps: bool = False
+    row_warps: int = 0
     plain_copies: bool = False
     alone: bool = False
 
@@ -309,7 +310,7 @@ class DensePlan:
             "FOLD": int(self.folded),
             "SLOTS": self.buffers,
             "WATCH_EACH": int(self.watch_each),
-            "ROW_WARPS": int(self.row_warps and not self.one_row),
+            "ROW_WARPS": 0 if self.one_row else self.row_warps,
             "PLAIN_COPIES": int(self.plain_copies),
             "ALONE": int(self.alone),
             "BLOCKS": BLOCKS,
