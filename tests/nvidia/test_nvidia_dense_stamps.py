@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lowlat_nvidia.dense.stamps import ORDER, STAMPS, head_cycles, read_parts
+from lowlat_nvidia.dense.stamps import ATTENTION, ORDER, STAMPS, attention_us, head_cycles, read_parts
 from lowlat_nvidia.jit import sources
 
 BLOCKS, LAYERS = 5, 3
@@ -75,3 +75,13 @@ def test_the_kernel_uses_these_numbers():
     assert "stamp(c, LAYERS, 1)" in text
     assert re.search(r"stamp_clocks\(p, 2\);(.|\n)*stop", text), "before anything else"
     assert re.search(r"finish_step\(p, parity\);\n  stamp_clocks\(p, 4\);", text)
+
+
+def test_what_attention_takes_is_the_mean_of_blocks_with_clocks_of_their_own():
+    found = stamps(0.25)
+    for block in range(BLOCKS):
+        rate = 1600 + 100 * block  # cycles a microsecond
+        for layer in range(LAYERS):
+            for place, (number, _) in enumerate(ATTENTION):
+                found[block, layer, number] = 10**9 * block + round(place * (1 + block / 10) * rate)
+    assert attention_us(found) == {name: pytest.approx(1.2, abs=1e-2) for _, name in ATTENTION[1:]}

@@ -64,6 +64,21 @@ def read_parts(stamps_BLS: Tensor) -> list[Part]:
     return [*parts, Part("head", head, head_end, 1), Part("finish", head_end, float(end_B.max()), 1)]
 
 
+ATTENTION = ((2, "begin"), (10, "heads"), (12, "units"), (13, "join"), (11, "other warps"))
+"""Stamps inside attention of a block's first warp, in the order of time, and what ends there: of several rows the last
+one's units and join, where rows take turns; its own where each row has a warp."""
+
+
+def attention_us(stamps_BLS: Tensor) -> dict[str, float]:
+    """Microseconds inside attention of the last step, mean over blocks and layers."""
+    stamps_BLS = stamps_BLS.cpu()
+    clocks_B4 = stamps_BLS[:, -1, _BEGAN : _ENDED + 2].double()
+    scale_B = (clocks_B4[:, 3] - clocks_B4[:, 1]) / (clocks_B4[:, 2] - clocks_B4[:, 0]) / 1e3
+    inside_BLX = stamps_BLS[:, :-1, [number for number, _ in ATTENTION]].double()
+    took_X = (inside_BLX.diff(dim=2) * scale_B.view(-1, 1, 1)).mean((0, 1))
+    return dict(zip((name for _, name in ATTENTION[1:]), took_X.tolist(), strict=True))
+
+
 def head_cycles(stamps_BLS: Tensor) -> Tensor:
     """Cycles [B] that each block took for the logits: how multiprocessors share the memory."""
     return (stamps_BLS[:, -1, _HEAD_END] - stamps_BLS[:, -1, _HEAD]).cpu()
