@@ -149,7 +149,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "every sender watched": ("heads of 128", {"watch_each": True}),
     "layers take turns": ("four layers", {"slots": 3}),
     "a warp for each row, heads of 64": ("heads of 64", {"row_warps": 1}),
-    "and a unit in registers early": ("two layers", {"row_warps": 2}),
+    "and units and pages in registers early": ("two layers", {"row_warps": 2, "early_pages": True, "watch_each": True}),
 }
 
 

@@ -50,6 +50,15 @@ def test_the_defaults_are_what_was_fastest(
         assert (found["RING_PAGES"], found["UNDER_WAY"], found["UNITS"]) == expected
 
 
+def test_layers_take_three_buffers_in_turn_at_least() -> None:
+    plan = plans.DensePlan(plans.QWEN3_06B, slots=3)
+    assert plan.definitions()["SLOTS"] == 3
+    assert plan.exchange_words() == 8 * plan.layer_words()  # and one before the first layer, in each of two sets
+    assert dataclasses.replace(plan, alone=True).definitions()["SLOTS"] == 28  # whole steps are read afterwards
+    with pytest.raises(plans.UnsupportedShapeError, match="slots is 2"):
+        dataclasses.replace(plan, slots=2).definitions()
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

@@ -92,10 +92,11 @@ DEV void prepare_row(Context& c, const HeadNorms& norms, bool fresh, int head, u
 }
 // Joins the sums of this warp's row and publishes them.
 DEV void publish_row(Context& c, int count, int head, int split) {
+  static_assert(ROW_PARTS % 32 == 0, "");
   __syncwarp();
 #pragma unroll
-  for (int piece = c.lane; piece < ROW_PARTS; piece += 32)
-    publish_piece<ROW_UNITS>(c, c.warp, piece, own_merge(c, 0), own_sums(c, 0), count, head, split);
+  for (int i = 0; i < ROW_PARTS / 32; i++)
+    publish_piece<ROW_UNITS>(c, c.warp, i * 32 + c.lane, own_merge(c, 0), own_sums(c, 0), count, head, split);
 }
 struct Early {
   Taken unit;

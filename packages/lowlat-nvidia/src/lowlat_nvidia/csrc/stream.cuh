@@ -138,7 +138,7 @@ struct Tile {
 
   // Without a value here the registers keep one from layer to layer, in all stages between.
   DEV_MEMBER void begin() {
-    if constexpr (BY_ROWS && SOON) {
+    if constexpr ((BY_ROWS || EARLY_PAGES) && SOON) {
 #pragma unroll
       for (int i = 0; i < COUNT; i++) define(w[i]);
     }
@@ -204,7 +204,7 @@ template <int K, int TILES, class Load, class Late, class Finish>
 DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
   constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2;
   uint4 a[CHUNK];
-  constexpr bool SOON = NARROW && (ONE || K <= 4);  // of several rows there are registers for few inputs beside
+  constexpr bool SOON = NARROW && (ONE || EARLY_PAGES || K <= 4);  // of several rows there are registers for few inputs beside
   Tile<CHUNK, true, SOON> wide;
   Tile<CHUNK, false, SOON> narrow;
   narrow.taken = false;

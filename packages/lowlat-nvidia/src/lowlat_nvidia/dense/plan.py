@@ -153,8 +153,9 @@ class DensePlan:
     one each, and all stay in the L2; a plan has them for both kernels or for neither. With `watch_each` a word of every
     block is waited for before attention's output and activations of several rows are loaded. With `row_warps` each of
     five to eight rows of short contexts has a warp of its own in attention; with 2 it has a unit in registers before
-    q, k and v are computed. `plain_copies` is for tools that watch every access, `alone` runs stages one by one
-    (`dense.alone`).
+    q, k and v are computed. With `early_pages` all stages of several rows of a narrow model have their first pages in
+    registers before their inputs are there. `plain_copies` is for tools that watch every access, `alone` runs stages
+    one by one (`dense.alone`).
     """
 
     shape: DenseShape
@@ -169,6 +170,7 @@ class DensePlan:
     slots: int | None = None
     watch_each: bool = False
     row_warps: int = 0
+    early_pages: bool = False
     plain_copies: bool = False
     alone: bool = False
 
@@ -288,6 +290,8 @@ class DensePlan:
             raise UnsupportedShapeError(
                 f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring"
             )
+        if self.buffers < min(3, s.layers):
+            raise UnsupportedShapeError(f"slots is {self.slots}; a buffer is used again after three layers at the earliest")
         return {
             "ONE_ROW": int(self.one_row),
             "LAYERS": s.layers,
@@ -310,6 +314,7 @@ class DensePlan:
             "FOLD": int(self.folded),
             "SLOTS": self.buffers,
             "WATCH_EACH": int(self.watch_each),
+            "EARLY_PAGES": int(self.early_pages and not self.one_row),
             "ROW_WARPS": 0 if self.one_row else self.row_warps,
             "PLAIN_COPIES": int(self.plain_copies),
             "ALONE": int(self.alone),
