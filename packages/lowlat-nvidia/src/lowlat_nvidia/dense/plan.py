@@ -291,7 +291,7 @@ class DensePlan:
                 f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring"
             )
         if self.buffers < min(3, s.layers):
-            raise UnsupportedShapeError(f"slots is {self.slots}; a buffer is used again after three layers at the earliest")
+            raise UnsupportedShapeError(f"slots is {self.slots}; layers take three exchange buffers at least")
         return {
             "ONE_ROW": int(self.one_row),
             "LAYERS": s.layers,
