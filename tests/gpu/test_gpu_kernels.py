@@ -274,13 +274,13 @@ CASES = [
 LLAMA = {"heads": 32, "kv_heads": 8, "dim": 64, "page_size": 16, "device": "cuda"}
 
 
-def attend(case, rule, out=None, programs=None):
+def attend(case, rule, out=None, programs=None, shape=None):
     from lowlat.layers.triton import attention
 
     out = torch.full_like(case.q_RND, float("nan")) if out is None else out
     programs = programs or 2 * torch.cuda.get_device_properties(0).multi_processor_count
     paged = (case.q_RND, case.keys_SKD, case.values_SKD, case.table_TP, case.page_size)
-    attention.attend(*paged, case.segments, rule, out, programs=programs)
+    attention.attend(*paged, case.segments, rule, out, programs=programs, shape=shape)
     return out
 
 
@@ -314,6 +314,38 @@ def test_a_row_is_the_same_bits_beside_any_neighbours(dtype):
         parts = (batch.slots_B, batch.first_B, batch.rows_B, batch.lengths_B)
         case.segments = type(batch)(*(part[index : index + 1] for part in parts), 1, batch.longest)
         assert torch.equal(attend(case, case.rule())[index], together[index])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("lean", "stages", "registers"), [(1, 2, 128), (1, 4, 0), (2, 2, 0)])
+def test_loops_without_masks_leave_the_bits(dim, lean, stages, registers):
+    import msgspec
+    from kernel_cases import PagedCase
+    from row_cases import RowCase, Shape
+
+    from lowlat.layers.triton.attention import AttentionShape
+    from lowlat.layers.triton.row_attention import row_attend
+
+    form = {"lean": lean, "stages": stages, "registers": registers}
+    lengths = [9000, 64, 9, 4567, 200]
+    case = PagedCase(lengths, [1] * 5, heads=32, kv_heads=8, dim=dim, page_size=16, dtype=torch.bfloat16, device="cuda")
+    shape = AttentionShape.of(4, 1, dim, 2, segments=5)
+    masked, whole = (
+        attend(case, case.rule(), programs=64, shape=formed)
+        for formed in (msgspec.structs.replace(shape, lean=0), msgspec.structs.replace(shape, **form))
+    )
+    assert not masked.isnan().any()
+    assert torch.equal(whole, masked)
+    rows = RowCase(Shape(1, 32, 8, dim, 16), lengths, [1] * 5, "cuda", torch.bfloat16)
+    outs = []
+    for formed in (msgspec.structs.replace(shape, lean=0), msgspec.structs.replace(shape, **form)):
+        mine = rows.moved()
+        out = torch.full((5, 32 * dim), float("nan"), dtype=torch.bfloat16, device="cuda")
+        where = (mine.step, mine.step.segments[0], mine.tables, mine.norms, mine.rule, out)
+        row_attend(mine.qkv_RYD, mine.keys_SKD, mine.values_SKD, *where, programs=64, shape=formed)
+        outs.append(out)
+    assert not outs[0].isnan().any()
+    assert torch.equal(*outs)
 
 
 def test_one_capture_serves_every_length():

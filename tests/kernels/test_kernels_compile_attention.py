@@ -29,7 +29,7 @@ def attend_arguments(
         "ITEMS": kind == "items", "SINGLE": most_rows == 1 or tight,
         "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
         "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
-        "SIFTED": kind != "draft" and most_rows > shape.block_q, "EARLY": lanes == 32,
+        "SIFTED": kind != "draft" and most_rows > shape.block_q, "LEAN": 0, "EARLY": lanes == 32,
     }  # fmt: skip
     return types, constants, shape
 
@@ -71,6 +71,25 @@ def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
         assert re.search(r"v_mfma_f32\S*bf16|(mma|wgmma|tcgen05)\S*\.sync\S*bf16|tcgen05\.mma", text), "no matrix unit"
 
 
+def new_rows_arguments(
+    dtype: str, group: int, dim: int, rows: int, block_l: int, **constants: Any
+) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+    """Types of arguments, constants of both kernels, and those of the first alone."""
+    floats = ["qkv_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr", "sinks_ptr", "out_ptr"]
+    integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr"]
+    types = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(integers, "*i32") | {"places_ptr": "*i64"}
+    types |= dict.fromkeys(["cos_ptr", "sin_ptr", "partial_ptr", "sums_ptr"], "*fp32")
+    types |= {"table_stride": "i32", "eps": "fp32", "scale": "fp32"}
+    common = {
+        "WINDOW": 0, "MOST": 64, "KV_HEADS": 8, "GROUP": group, "DIM": dim,
+        "BLOCK_M": max(16, triton.next_power_of_2(group * rows)), "BLOCK_L": block_l, "BLOCK_D": dim,
+        "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": True,
+    }  # fmt: skip
+    more = {"PAGE": 16, "NORM": False, "DRAFT": False, "LEAN": 0, "BLOCK_R": row_attention.MOST_ROWS}
+    common |= {name: value for name, value in constants.items() if name in common}
+    return types, common, more | {name: value for name, value in constants.items() if name in more}
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "rows", "norm", "window", "draft"),
@@ -84,18 +103,12 @@ def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
     ],
 )
 def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, window, draft, target, tmp_path):
-    early, most, group = target != "gfx950", 64, heads // kv_heads
-    floats = ["qkv_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr", "sinks_ptr", "out_ptr"]
-    integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr"]
-    types = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(integers, "*i32") | {"places_ptr": "*i64"}
-    types |= dict.fromkeys(["cos_ptr", "sin_ptr", "partial_ptr", "sums_ptr"], "*fp32")
-    types |= {"table_stride": "i32", "eps": "fp32", "scale": "fp32"}
-    block_m, block_l = max(16, triton.next_power_of_2(group * rows)), 32 if dtype == "fp32" else 64
-    common = {
-        "WINDOW": window, "MOST": most, "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_M": block_m,
-        "BLOCK_L": block_l, "BLOCK_D": dim, "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": early,
-    }  # fmt: skip
-    more = {"PAGE": 16, "NORM": norm, "DRAFT": draft, "BLOCK_R": row_attention.MOST_ROWS}
+    group, block_l = heads // kv_heads, 32 if dtype == "fp32" else 64
+    types, common, more = new_rows_arguments(
+        dtype, group, dim, rows, block_l, KV_HEADS=kv_heads, NORM=norm, WINDOW=window, DRAFT=draft,
+        EARLY=target != "gfx950",
+    )  # fmt: skip
+    block_m = common["BLOCK_M"]
     kernel = row_attention.row_attend_kernel
     mine = {name: types[name] for name in kernel.arg_names if name in types}
     lanes, size = TARGETS[target].warp_size, 4 if dtype == "fp32" else 2
@@ -118,3 +131,53 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
         new = after.split("bar.sync", 1)[0].count("ld.global")
         assert new >= (2 * block_m + 3 * 16) * dim // (8 * 32 * 4)
         assert joined.asm["ptx"].count("bar.sync") <= 1
+
+
+@pytest.mark.parametrize(
+    ("dim", "tokens", "lean", "stages", "most", "programs", "spills"),
+    [
+        (128, 64, 1, 2, 128, 4, 32),
+        (128, 64, 1, 4, 0, 2, 0),
+        (128, 64, 2, 2, 0, 2, 0),
+        (64, 64, 1, 3, 128, 4, 40),
+        (64, 64, 2, 2, 128, 4, 40),
+        (64, 128, 1, 2, 128, 4, 96),
+        (64, 128, 1, 3, 0, 2, 0),
+    ],
+)
+@pytest.mark.parametrize("of", ["attend", "rows"])
+def test_loops_without_masks_fit(of, dim, tokens, lean, stages, most, programs, spills, tmp_path):
+    """Whole tiles have one wait and one set of barriers a turn, also where it has two of them."""
+    if of == "attend":
+        kernel = attention.attend_kernel
+        types, constants, _ = attend_arguments("bf16", 4, dim, 1, 32, "plain")
+        constants |= {"BLOCK_L": tokens, "LEAN": lean}
+    else:
+        kernel = row_attention.row_attend_kernel
+        types, common, more = new_rows_arguments("bf16", 4, dim, 1, tokens, LEAN=lean)
+        types, constants = {name: types[name] for name in kernel.arg_names if name in types}, common | more
+        # Keys and values that are asked for before the wait are held in registers.
+        spills += 160 if most and dim > 64 else 0
+    options = {"maxnreg": most} if most else {}
+    built = compiled(kernel, "sm_90", types, constants, num_warps=4, num_stages=stages, **options)
+    registers, spilled, shared = resources(built, "sm_90", tmp_path)
+    assert spilled <= spills
+    assert registers * 32 * 4 * programs <= 65536
+    assert (shared + 1024) * programs <= 228 * 1024
+    turn = first_loop(built.asm["ptx"])
+    assert turn.count("cp.async.wait_group") == 1
+    assert turn.count("bar.sync") <= (11 if lean == 2 else 9)
+
+
+def first_loop(ptx: str) -> str:
+    """The body of the first loop that multiplies."""
+    lines, labels = ptx.splitlines(), {}
+    for place, line in enumerate(lines):
+        if label := re.match(r"(\$L__BB\w+):", line):
+            labels[label[1]] = place
+        jump = re.search(r"\sbra(?:\.uni)?\s+(\$L__BB\w+);", line)
+        if jump and jump[1] in labels:
+            body = "\n".join(lines[labels[jump[1]] : place])
+            if "mma.sync" in body:
+                return body
+    raise AssertionError("no loop multiplies")

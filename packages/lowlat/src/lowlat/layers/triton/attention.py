@@ -26,6 +26,7 @@ import triton.language as tl
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import RowSegments
 from lowlat.layers.triton import early
+from lowlat.layers.triton.attention_tiles import look, look_lean, tile_pages, tile_slots
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
@@ -53,61 +54,6 @@ def _splits(
     return blocks, begin, chunk, splits
 
 
-@triton.jit
-def fold(scores, best_m, sum_m):
-    """Best scores and sums with these too, what earlier sums fade by, and the scores' weights."""
-    next_m = tl.maximum(best_m, tl.max(scores, axis=1))
-    # A row that has seen nothing yet must not subtract infinities.
-    base_m = tl.where(next_m == float("-inf"), 0.0, next_m)
-    weights = tl.exp2(scores - base_m[:, None])
-    fade_m = tl.exp2(best_m - base_m)
-    return next_m, sum_m * fade_m + tl.sum(weights, axis=1), fade_m, weights
-
-
-@triton.jit
-def look(
-    slot_l, seen_l, seen_ok, q, best_m, sum_m, mixed, position_m, begin_m, distance_m, prefix,
-    keys_ptr, values_ptr, kv_head, place_d, scale,
-    MASKED: tl.constexpr, ITEMS: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One tile of tokens `seen_l` in slots `slot_l`, those of `seen_ok`: best scores, sums and mixed values with them.
-    Not `MASKED`: all are there, and every row sees them."""
-    dim_ok = place_d < DIM
-    offset_l = (slot_l * KV_HEADS + kv_head) * DIM
-    key_places = keys_ptr + offset_l[None, :] + place_d[:, None]
-    value_places = values_ptr + offset_l[:, None] + place_d[None, :]
-    if MASKED:
-        keys = tl.load(key_places, mask=dim_ok[:, None] & seen_ok[None, :], other=0.0)
-    elif DIM < BLOCK_D:
-        keys = tl.load(key_places, mask=dim_ok[:, None], other=0.0)
-    else:
-        keys = tl.load(key_places)
-    scores = tl.dot(q, keys, input_precision="ieee") * scale
-    if MASKED:
-        visible = seen_ok[None, :]
-        if not DRAFT:
-            visible = visible & (seen_l[None, :] <= position_m[:, None])
-        if ITEMS:
-            shared = seen_l[None, :] < prefix
-            visible = visible & (shared | (seen_l[None, :] >= begin_m[:, None]))
-            if WINDOW > 0:
-                edge = tl.where(shared, distance_m[:, None], position_m[:, None])
-                visible = visible & (seen_l[None, :] > edge - WINDOW)
-        elif WINDOW > 0 and not DRAFT:
-            visible = visible & (seen_l[None, :] > position_m[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-    next_m, sum_m, fade_m, weights = fold(scores, best_m, sum_m)
-    if MASKED:
-        values = tl.load(value_places, mask=seen_ok[:, None] & dim_ok[None, :], other=0.0)
-    elif DIM < BLOCK_D:
-        values = tl.load(value_places, mask=dim_ok[None, :], other=0.0)
-    else:
-        values = tl.load(value_places)
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * fade_m[:, None], input_precision="ieee")
-    return next_m, sum_m, mixed
-
-
 @triton.jit(do_not_specialize=["segments", "table_stride"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, first_ptr, rows_ptr, lengths_ptr, sinks_ptr, out_ptr,
@@ -115,7 +61,7 @@ def attend_kernel(
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SINKS: tl.constexpr, ITEMS: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, SIFTED: tl.constexpr, EARLY: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, SIFTED: tl.constexpr, LEAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes items `program_id`, `program_id` + programs, ...; `scale` includes log2(e).
 
@@ -204,6 +150,11 @@ def attend_kernel(
         sum_m = tl.zeros([BLOCK_M], tl.float32)
         mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         pages_ptr = table_ptr + slot * table_stride
+        if LEAN:
+            low, best_m, sum_m, mixed = look_lean(
+                low, tl.minimum(length - rows + block * BLOCK_Q + 1, high), high, pages_ptr, q, best_m, sum_m, mixed,
+                keys_ptr, values_ptr, kv_head, scale, LEAN, KV_HEADS, DIM, PAGE, BLOCK_L, BLOCK_D,
+            )  # fmt: skip
         if SIFTED:
             # Tokens that every row of the block sees, in whole tiles, need no mask.
             clear = length - rows + block * BLOCK_Q + 1
@@ -219,6 +170,8 @@ def attend_kernel(
                     False, False, False, 0, KV_HEADS, DIM, BLOCK_D,
                 )  # fmt: skip
             low = clear
+        if LEAN:
+            page_p = tile_pages(pages_ptr, low, high, PAGE, BLOCK_L)
         for start in range(low, high, BLOCK_L):
             seen_l = start + place_l
             seen_ok = seen_l < high
@@ -227,8 +180,12 @@ def attend_kernel(
             paged_ok = seen_ok
             if DRAFT:
                 paged_ok = seen_l < tl.minimum(high, length - rows)
-            page_l = tl.load(pages_ptr + seen_l // PAGE, mask=paged_ok, other=0).to(tl.int64)
-            slot_l = page_l * PAGE + seen_l % PAGE
+            if LEAN:
+                slot_l = tile_slots(page_p, PAGE, BLOCK_L)
+                page_p = tile_pages(pages_ptr, start + BLOCK_L, high, PAGE, BLOCK_L)
+            else:
+                page_l = tl.load(pages_ptr + seen_l // PAGE, mask=paged_ok, other=0).to(tl.int64)
+                slot_l = page_l * PAGE + seen_l % PAGE
             if DRAFT:
                 slot_l = tl.where(paged_ok, slot_l, (block_base + first + seen_l - (length - rows)).to(tl.int64))
             best_m, sum_m, mixed = look(
@@ -360,6 +317,23 @@ class AttentionShape(msgspec.Struct, frozen=True):
     """Tokens that an item looks at in one turn."""
     warps: int
     stages: int
+    """One more than turns of a `lean` loop that have loads under way; of another about twice as many as tiles."""
+    lean: int = 0
+    """Whole tiles that are looked at in one turn, without masks and with page numbers that were read a turn before: one
+    or two; 0: every tile has masks. The bits of results are the same."""
+    registers: int = 0
+    """Most registers of a thread, so that more programs have room on a processor; 0: as many as the compiler takes."""
+
+    def tiles(self, page_size: int, rule: AttentionRule) -> int:
+        """`lean`, or 0 where tiles may begin amid a page."""
+        aligned = self.block_l % page_size == 0 and page_size & (page_size - 1) == 0
+        return self.lean if aligned and not rule.window else 0
+
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages} | (
+            {"maxnreg": self.registers} if self.registers else {}
+        )
 
     @classmethod
     def of(
@@ -428,6 +402,7 @@ def attend(
     many = segments.most_rows > shape.block_q
     most = min(MAX_SPLITS, max(1, -(-programs // (2 * kv_heads if many else kv_heads))))
     blocks = -(-segments.most_rows // shape.block_q)
+    lean = 0 if draft or segments.items is not None else shape.tiles(page_size, rule)
     parts = count * most * kv_heads * shape.block_m
     partial = torch.empty(parts * dim, dtype=torch.float32, device=q_RND.device)
     sums = torch.empty(parts * 2, dtype=torch.float32, device=q_RND.device)
@@ -449,7 +424,7 @@ def attend(
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
         count, table_TP.stride(0), block_base, scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
         DRAFT=draft, SIFTED=many and not draft and not rule.window,
-        BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
+        LEAN=lean, BLOCK_B=block_b, **shape.options(),
     )  # fmt: skip
     if most > 1 and few:
         combine_kernel[(count, heads, segments.most_rows)](

@@ -25,7 +25,8 @@ import triton.language as tl
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.triton import early
-from lowlat.layers.triton.attention import MAX_SPLITS, MIN_CHUNK, AttentionShape, fold, look
+from lowlat.layers.triton.attention import MAX_SPLITS, MIN_CHUNK, AttentionShape
+from lowlat.layers.triton.attention_tiles import fold, look, look_lean, tile_pages, tile_slots
 from lowlat.layers.triton.pin import pinned
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
@@ -73,7 +74,7 @@ def row_attend_kernel(
     query_norm_ptr, key_norm_ptr, partial_ptr, sums_ptr, table_stride, eps, scale, WINDOW: tl.constexpr,
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     NORM: tl.constexpr, DRAFT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, MIN_CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, MIN_CHUNK: tl.constexpr, LEAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program: the rows of a segment and a key-value head against a split of the cache, or against the rows' own keys
     and values. `scale` includes log2(e). With `DRAFT` rows see all rows of their segment, which nobody else will."""
@@ -160,13 +161,25 @@ def row_attend_kernel(
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         best_m, sum_m, _, weights = fold(tl.where(visible, scores, float("-inf")), best_m, sum_m)
         mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        if low + BLOCK_L < high:
-            for start in range(low + BLOCK_L, high, BLOCK_L):
+        low += BLOCK_L
+        if low < high:
+            if LEAN:
+                low, best_m, sum_m, mixed = look_lean(
+                    low, high, high, pages_ptr, q, best_m, sum_m, mixed, keys_ptr, values_ptr, kv_head, scale,
+                    LEAN, KV_HEADS, DIM, PAGE, BLOCK_L, BLOCK_D,
+                )  # fmt: skip
+                page_p = tile_pages(pages_ptr, low, high, PAGE, BLOCK_L)
+            for start in range(low, high, BLOCK_L):
                 more_l = start + place_l
                 more_ok = more_l < high
-                page_l = tl.load(pages_ptr + more_l // PAGE, mask=more_ok, other=0).to(tl.int64)
+                if LEAN:
+                    slot_l = tile_slots(page_p, PAGE, BLOCK_L)
+                    page_p = tile_pages(pages_ptr, start + BLOCK_L, high, PAGE, BLOCK_L)
+                else:
+                    page_l = tl.load(pages_ptr + more_l // PAGE, mask=more_ok, other=0).to(tl.int64)
+                    slot_l = page_l * PAGE + more_l % PAGE
                 best_m, sum_m, mixed = look(
-                    page_l * PAGE + more_l % PAGE, more_l, more_ok, q, best_m, sum_m, mixed, position_m, position_m,
+                    slot_l, more_l, more_ok, q, best_m, sum_m, mixed, position_m, position_m,
                     position_m, 0, keys_ptr, values_ptr, kv_head, tl.arange(0, BLOCK_D), scale,
                     True, False, DRAFT, WINDOW, KV_HEADS, DIM, BLOCK_D,
                 )  # fmt: skip
@@ -281,7 +294,7 @@ def row_attend(
     row_attend_kernel[(count * (most + 1) * kv_heads,)](
         qkv_RYD, keys_SKD, values_SKD, step.table_TP, batch.slots_B, *where, step.write_slots_R, *tables, query_norm_D,
         key_norm_D, partial, sums, step.table_TP.stride(0), eps, scale, PAGE=step.page_size, NORM=norms is not None,
-        DRAFT=draft, BLOCK_R=MOST_ROWS, num_warps=shape.warps, num_stages=shape.stages, **common,
+        DRAFT=draft, LEAN=shape.tiles(step.page_size, rule), BLOCK_R=MOST_ROWS, **shape.options(), **common,
     )  # fmt: skip
     join_kernel[(count, width, heads)](
         partial, sums, *where, out_RX if rule.sinks_N is None else rule.sinks_N, out_RX,
