@@ -76,6 +76,8 @@ FORMS = {
     "general rows-lean-3": Form(rows=True, lean=1, stages=3),
     "general rows-lean-4": Form(rows=True, lean=1, stages=4),
     "general rows-twice-2": Form(rows=True, lean=2, stages=2),
+    "general rows-long-3": Form(tokens=128, rows=True, stages=3),
+    "general rows-long-lean-2": Form(tokens=128, rows=True, lean=1, stages=2),
 }
 SMALL = {
     "general lean-3-four": Form(lean=1, stages=3, registers=128),
