@@ -131,9 +131,8 @@ DEV bool too_late(const Params& p, long long since, int lane) {
 DEV void copy_rows(const Params& p, Shared& s, u32 units, int warp, int lane) {
   static_assert(COPY_WARPS == WARPS / 2, "");
   const int* first = s.control.first_unit;
-  const bool two = warp + COPY_WARPS < rows_of(p);
-  const int own = first[warp + 1] - first[warp], other = two ? first[warp + COPY_WARPS + 1] - first[warp + COPY_WARPS] : 0;
-  const int most = max(own, other), end = runs(p, 2) && most ? end_layer(p) : 0;
+  auto units_of = [&](int row) { return row < rows_of(p) ? first[row + 1] - first[row] : 0; };
+  const int most = max(units_of(warp), units_of(warp + COPY_WARPS)), end = runs(p, 2) && most ? end_layer(p) : 0;
   const u64 policy = read_once_policy();
   Cursor at = {first_layer(p), warp + COPY_WARPS, -1, 0};  // before the first
   if (at.layer < end) advance_rows(p, s, at, most, warp, end, lane);

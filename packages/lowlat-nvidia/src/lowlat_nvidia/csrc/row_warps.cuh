@@ -1,4 +1,4 @@
-// Attention of five to eight rows of short contexts: a warp has a row to itself, from its heads to its split's output, and waits
+// Attention of three to eight rows of short contexts: a warp has a row to itself, from its heads to its split's output, and waits
 // for no other warp in between. Which warp makes a partial sum is free: each is of one unit, as it is with eight warps for a row,
 // and they are joined in the same order.
 // A warp keeps two units in registers. What has been loaded into them makes room in the ring, so that most of a layer's units are

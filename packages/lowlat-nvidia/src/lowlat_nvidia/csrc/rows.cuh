@@ -21,7 +21,7 @@ DEV void count_units(Control& k, int rows) {
   }
   k.joined |= 1u << (rows - 1);
 #if ROW_WARPS
-  k.by_rows = BY_ROWS && rows > WARPS / 2;
+  k.by_rows = BY_ROWS && rows > 2;  // two have more warps by turns
   k.shared_requests = false;
 #pragma unroll 1
   for (int row = 0; row < rows; row++) {

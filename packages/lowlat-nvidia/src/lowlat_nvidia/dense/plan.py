@@ -152,7 +152,7 @@ class DensePlan:
     a layer less, and more to read. With `slots` (at least 3) layers take so many exchange buffers in turn instead of
     one each, and all stay in the L2; a plan has them for both kernels or for neither. With `watch_each` a word of every
     block is waited for before attention's output and activations of several rows are loaded. With `row_warps` each of
-    five to eight rows of short contexts has a warp of its own in attention; with 2 it has a unit in registers before
+    three to eight rows of short contexts has a warp of its own in attention; with 2 it has a unit in registers before
     q, k and v are computed. With `early_pages` all stages of several rows of a narrow model have their first pages in
     registers before their inputs are there. `plain_copies` is for tools that watch every access, `alone` runs stages
     one by one (`dense.alone`).
