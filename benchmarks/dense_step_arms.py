@@ -34,15 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.nn.functional as F
 from dense_step import check_case
-from dense_step_shares import describe, shared_forms, with_plan
 
 from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense import reference
 from lowlat_nvidia.dense.cases import make_case, one_row
 from lowlat_nvidia.dense.pack import DenseWeights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
-from lowlat_nvidia.dense.stamps import attention_us, gate_up_cycles, head_cycles, read_parts, stamped
-from lowlat_nvidia.dense.step import DenseStep, StepTensors
+from lowlat_nvidia.dense.stamps import attention_us, head_cycles, read_parts, stamped
+from lowlat_nvidia.dense.step import DenseStep, StepTensors, load_kernels
 from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
@@ -67,8 +66,6 @@ FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-8b": ({"watch_each": True}, {"slots": 3}, {"watch_each": True, "slots": 3}),
 }  # fmt: skip
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""
-STAMPED = ("shares", "shares quarter", "shares even", "shares of logits")
-"""Arms of which it is said, beside the default, what a layer's stages take."""
 
 
 class _Reading(ctypes.Structure):
@@ -110,6 +107,20 @@ def sample(arms: dict[str, Arm], rounds: int, warm_seconds: float = 0.3) -> dict
             marks[name].append((start, end))
     torch.cuda.synchronize()
     return {name: [start.elapsed_time(end) * 1e3 for start, end in pairs] for name, pairs in marks.items()}
+
+
+def with_plan(built: DenseStep, plan: plans.DensePlan) -> DenseStep:
+    """Another kernel, for all steps that are asked of it, on the same packed weights, and on the same buffers unless it
+    exchanges others."""
+    if plan.page_fragments != built.plan.page_fragments:
+        raise ValueError(f"{plan} wants weights in pages of {plan.page_fragments} fragments; they are packed otherwise")
+    other = copy.copy(built)
+    other.plan = plan
+    other.functions = load_kernels([plan])[0] * 2
+    if plan.exchange_words() != built.plan.exchange_words():
+        other.exchange = torch.full((plan.exchange_words(),), -1, dtype=torch.int32, device=built.exchange.device)
+        other.state = torch.zeros_like(built.state)
+    return other
 
 
 def forms_of(built: DenseStep, choices: Sequence[dict[str, Any]], rows: int) -> dict[str, DenseStep]:
@@ -154,10 +165,8 @@ def ends_of(built: DenseStep, inputs: StepTensors) -> str:
     twin.close()
     values, blocks = paces[0]
     again = len({*blocks[:32].tolist()} & {*paces[1].indices[:32].tolist()})
-    inner = gate_up_cycles(twin.stamps)
     pace = (
-        f"gate and up {inner.min():.0f} to {inner.max():.0f} cycles, mean {inner.mean():.0f}, head {values[0]} to "
-        f"{values[-1]} cycles, mean {values.double().mean():.0f}, {again} of the 32 fastest again"
+        f"head {values[0]} to {values[-1]} cycles, mean {values.double().mean():.0f}, {again} of the 32 fastest again"
     )
     took = [(part.name, part.end_us - part.start_us) for part in parts if part.depth == 1]
     layers = [value for name, value in took if name == "layer"]
@@ -309,10 +318,6 @@ def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
     shape, verdicts, one = built.plan.shape, [], 0.0
     of_one, of_several = forms_of(built, FORMS_OF_ONE[name], 1), forms_of(built, FORMS_OF_SEVERAL[name], 8)
     of_one["lowlat-nvidia, launched plainly"] = launched_plainly(built)
-    paces = built.measure_paces()
-    print(f"{name}, {describe(built.plan, paces, built.measure_paces())}", flush=True)
-    of_one |= shared_forms(built, paces, 1)
-    of_several |= shared_forms(built, paces, 8)
     for rows in (1, 2, 4, 8):
         builds = of_one if rows == 1 else of_several
         inputs, pools = make_case(shape, [[1023]] * rows, 16, 3)
@@ -327,10 +332,10 @@ def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
         times = sample(arms, 30, 0.2)
         for other in builds.values():
             other.check()
+        print(f"{name}, {rows} rows, us: {ends_of(built, inputs)}", flush=True)
         best = min(times, key=lambda label: median_interval(times[label])[0])
-        labels = ["lowlat-nvidia", *(f"lowlat-nvidia, {arm}" for arm in STAMPED)]
-        for label in labels + [best] * (rows == 8 and best not in labels):
-            print(f"{label}, {name}, {rows} rows, us: {ends_of(builds[label], inputs)}", flush=True)
+        if rows == 8 and best != "lowlat-nvidia":
+            print(f"{best}, {rows} rows, us: {ends_of(builds[best], inputs)}", flush=True)
         size = shape.weight_bytes() + rows * shape.kv_bytes(1024)
         for arm, values in times.items():
             report.add(name, arm, rows, 1024, size, values)

@@ -12,7 +12,6 @@ from lowlat_nvidia.dense import plan as plans
 from lowlat_nvidia.dense.cases import copy_pools, make_case, one_row
 from lowlat_nvidia.dense.reference import random_weights, reference_step
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
-from lowlat_nvidia.dense.shares import Shares
 from lowlat_nvidia.dense.step import DEFAULT_SPIN_LIMIT, THREADS, DenseStep, StepDeadlineError, StepTensors
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -58,27 +57,6 @@ def run(step: DenseStep, inputs: StepTensors, pools: list, page_size: int) -> to
     logits = step.run(inputs).clone()
     step.check()
     return logits
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_shares_have_the_same_bits(shape: plans.DenseShape) -> None:
-    """Those that are measured here, and very uneven ones; steps of one row and of several in turn."""
-    weights = random_weights(shape, 11, "cuda")
-    rotary = rotary_table(frequencies({"rope_theta": 5e5}, shape.head_dim), 40_001, "cuda")
-    even, shared = (DenseStep(plans.DensePlan(shape, shares=on), weights, rotary) for on in (False, True))
-    paces = shared.paces
-    assert paces is not None
-    uneven = [(33.0, 40.0, 50.0, 50.0)[block % 4] for block in range(plans.BLOCKS)]
-    for cycles in (paces.cycles, uneven):
-        shared.share_out(paces, Shares.by_pace(shared.plan, cycles))
-        for case, positions in CASES.items():
-            inputs, pools = make_case(shape, positions, 16, zlib.crc32(case.encode()) % 10_000)
-            expected = run(even, inputs, copy_pools(pools), 16)
-            assert torch.equal(run(shared, inputs, pools, 16), expected)
-            assert torch.equal(shared.next_token_R, even.next_token_R)
-    assert min(Shares.by_pace(shared.plan, uneven).moved()) > 0
-    even.close()
-    shared.close()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

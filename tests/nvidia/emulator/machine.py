@@ -28,7 +28,6 @@ class Source:
 
 
 DENSE = Source("dense_step.cu", "Params", ("dense_step",))
-PACE = Source("pace.cu", "Pace", ("pace",))
 EXPERTS = Source("experts.cu", "Params", ("experts_products",))
 OUTPUT = Source("output_projection.cu", "Params", ("output_project",))
 MARKOV = Source("markov.cu", "Params", ("markov_proposals",))

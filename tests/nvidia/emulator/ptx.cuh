@@ -51,7 +51,6 @@ struct Launch;
 struct Block {
   u8* memory = nullptr;
   Meeting all, compute, named[16];
-  bool and_all = true;  // of what the threads that meet say
   Meeting* cluster = nullptr;
   int place = 0, grid = 0, blocks_a_cluster = 1;  // among the blocks of its launch
   Launch* launch = nullptr;
@@ -119,13 +118,6 @@ DEV void emu_meet(Meeting& m, int count) {
 }
 DEV void __syncwarp() { u64 none[1] = {0}; u64 (*all)[4]; emu_meet_warp(none, 0, &all); }
 DEV void __syncthreads() { emu_meet(emu_now->home->all, emu_threads); }
-DEV bool __syncthreads_and(bool x) {
-  Block& b = *emu_now->home;
-  if (!b.all.arrived) b.and_all = true;
-  b.and_all &= x;
-  __syncthreads();
-  return b.and_all;
-}
 DEV void named_sync(int number, int threads) { emu_meet(emu_now->home->named[number], threads); }
 DEV void named_arrive(int number, int threads) {
   Meeting& m = emu_now->home->named[number];
@@ -373,7 +365,6 @@ template <int COUNT> DEV void take_registers() {}
 template <int COUNT> DEV void give_registers() {}
 DEV void forget(int&) {}
 DEV void define(uint4& v) { v = make_uint4(0, 0, 0, 0); }
-DEV u32 multiprocessor_now() { return (emu_now->home->place * 7 + 3) % emu_now->home->grid; }  // none twice, of few
 DEV long long clock_now() { static long long t = 0; return t += 10; }
 DEV u32 order_key(float x) {
   const u32 bits = __float_as_uint(x);

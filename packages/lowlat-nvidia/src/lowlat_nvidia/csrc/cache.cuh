@@ -92,7 +92,7 @@ DEV bool together(const Params& p, int where, int first, int lane) {
 }
 DEV void copy_unit(const Params& p, Shared& s, u32 units, const Cursor& at, int lane, u64 policy) {
   const u32 slot = at.index % UNITS, to = units + slot * UNIT, full = shared_address(&s.unit_full[slot]);
-  const int head = block_here(p) / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
+  const int head = blockIdx.x / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
   if (together(p, where, first, lane)) {
     if (lane == 0) {
       const u8* map = p.maps + at.layer * 2 * TENSOR_MAP;
@@ -109,7 +109,7 @@ DEV void copy_unit(const Params& p, Shared& s, u32 units, const Cursor& at, int 
 }
 // Brings a unit for which the ring has no room yet into the L2.
 DEV void prefetch_unit(const Params& p, const Shared& s, const Cursor& at, int lane) {
-  const int head = block_here(p) / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
+  const int head = blockIdx.x / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
   if (!together(p, where, first, lane) || lane >= 2) return;
   prefetch_tensor(p.maps + (at.layer * 2 + lane) * TENSOR_MAP, first, head);
 }
@@ -123,7 +123,7 @@ DEV bool none_under_way(Shared& s, int rows, u32 index, int warp) {
 // The warps that compute wait at most once for every stage, and then go on: this is beyond all of their waits.
 DEV bool too_late(const Params& p, long long since, int lane) {
   if (!__any_sync(~0u, clock_now() - since > p.spin_limit * 4096ll)) return false;
-  if (lane == 0) store_exchange(p.state + 1, 1u + block_here(p) * 16 + 10);
+  if (lane == 0) store_exchange(p.state + 1, 1u + blockIdx.x * 16 + 10);
   return true;
 }
 #if ROW_WARPS

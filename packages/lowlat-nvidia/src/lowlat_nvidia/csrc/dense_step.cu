@@ -110,9 +110,9 @@ DEV void gate_up(Context& c, Stream& f, int layer) {
       }
       const float scale = inverse_rms(c, row), g0 = sum.x * scale, g1 = sum.z * scale;
       u32 word = bf_pair(g0 / (1.f + __expf(-g0)) * (sum.y * scale), g1 / (1.f + __expf(-g1)) * (sum.w * scale));
-      publish_to_all(c, row, W_ACT + activation_pair(c, tile0 * 2 + pair), word);
+      publish_to_all(c, row, W_ACT + c.block * (BLOCK_INTER / 2) + tile0 * 2 + pair, word);
     }
-  }, 2 * tiles_here<SHARE_TILES>(c));
+  });
 }
 
 // Orders as the float does, NaN above all; of equal logits the lower token is greater.
@@ -129,7 +129,7 @@ DEV void project_logits(Context& c, Load load) {
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
       const int row = (c.thread + j * THREADS) / 64, n = c.thread % 64;
-      const u32 token = token_of(c, tile0 * 8 + n);
+      const u32 token = (c.block * LM_TILES + tile0) * 8 + n;
       if (row >= c.rows || n >= tiles * 8 || token >= VOCAB) continue;
       float x = sum_partials(part, n / 8, row, n % 8) * inverse_rms(c, row);
       x = __uint_as_float(planted(c.p, STEP_WORDS + (long)row * VOCAB + token, __float_as_uint(x)));
@@ -140,10 +140,9 @@ DEV void project_logits(Context& c, Load load) {
   };
   uint4 a[K_HIDDEN];
   load(a);
-  const int count = 2 * tiles_here<SHARE_LOGITS>(c);
 #pragma unroll 1
-  for (int tile0 = 0; tile0 < count; tile0 += 8) {
-    const int tiles = count - tile0 < 8 ? count - tile0 : 8;
+  for (int tile0 = 0; tile0 < LM_TILES; tile0 += 8) {
+    const int tiles = LM_TILES - tile0 < 8 ? LM_TILES - tile0 : 8;
 #pragma unroll 1
     for (int tile = 0; tile < tiles - 1; tile += 2) {
       float d[4] = {};
@@ -249,7 +248,7 @@ DEV void read_norms(Context& c) {
   }
 }
 DEV void compute(const Params& p, Shared& s, u8* memory) {
-  int thread = threadIdx.x, block = block_here(p);
+  int thread = threadIdx.x, block = blockIdx.x;
   forget(thread);  // or what is worked out of it before stays in registers beside it
   const int warp = (u32)thread / 32, lane = (u32)thread % 32, row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
   const OneRow one = ask_row(p);
@@ -261,7 +260,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   const int first = first_layer(p);
   Context c = {p, s, now + (long)(first ? slot_of(first - 1) : BEFORE) * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, ONE ? 1 : p.rows,
                ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8,
-               p.weights + (((long)first_page(p) * BLOCKS + block) * WARPS + warp) * PAGE, read_once_policy(), SHARES ? RING_PAGES : first_page(p),
+               p.weights + (((long)first_page(p) * BLOCKS + block) * WARPS + warp) * PAGE, read_once_policy(), first_page(p),
                shared_address(memory + UNITS_OFFSET), p.zero, copies_of(ONE ? 1 : p.rows),
                0, 0, 0, 0, false};
 
@@ -290,20 +289,14 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     s.biases[i / BLOCK_QKV][i % BLOCK_QKV] =
         p.biases[i / BLOCK_QKV * (KV_HEADS * HEAD_ROWS) + block * BLOCK_QKV + i % BLOCK_QKV];
 #endif
-#if SHARES
-  if (thread < SHARE_WORDS) s.share[thread] = p.shares[block * SHARE_WORDS + thread];
-#endif
   read_rows(c, one);
   __syncthreads();
   if (s.stop) {
 #pragma unroll 1
-    for (int page = 0; page < f.under_way; page++) wait_barrier(c, c.full + page * 8, 0, 8);
+    for (int page = 0; page < c.pages - first_page(p); page++) wait_barrier(c, c.full + page * 8, 0, 8);
     if (thread == 0) finish_step(p, 0);
     return;
   }
-#if SHARES
-  begin_runs(c);
-#endif
   if constexpr (!ONE) mine = embedded(s.control.token[row % ROWS]);
   float residual = bf_low(mine);
   if (runs(p, 1) && !(ONE && FOLD)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
@@ -401,7 +394,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   u8* memory = dynamic_shared();
   Shared& s = *(Shared*)memory;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  if (SHARES && block_here(p) == REST) return;
   stamp_clocks(p, 2);
   if (thread < WARPS * RING_PAGES) barrier_init(shared_address(s.full + thread), 1);
   if (thread == 0) s.progress = alone(p) ? LAYERS : 0;

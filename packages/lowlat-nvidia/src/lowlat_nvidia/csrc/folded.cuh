@@ -28,9 +28,7 @@ DEV void fold_stream(Context& c, Stream& f) {
   const int unit = c.block % SPLITS * WARPS + c.warp;
   const int group = unit / HEAD_SLICES, slice = c.block / SPLITS * HEAD_SLICES + unit % HEAD_SLICES;
   f.elsewhere = ((long)(group - c.block) * WARPS + slice - c.warp) * PAGE;
-#if !SHARES
-  c.page = c.pages < LAYERS * LAYER_PAGES ? c.pages % LAYER_PAGES : LAYER_PAGES + 1;
-#endif
+  f.page = c.pages < LAYERS * LAYER_PAGES ? c.pages % LAYER_PAGES : LAYER_PAGES + 1;
 }
 #endif
 // This thread's part of the row's embedding, asked for before anything else is known of the row.

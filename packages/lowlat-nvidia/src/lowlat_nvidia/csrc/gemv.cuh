@@ -44,9 +44,6 @@ struct __align__(16) Shared {
   unsigned short biases[LAYERS][BLOCK_QKV];
 #endif
   u64 full[WARPS * RING_PAGES], unit_full[UNITS], unit_empty[UNITS];
-#if SHARES
-  int share[SHARE_WORDS];
-#endif
   volatile int progress;  // layers whose gate and up projection has begun
   u32 stop;               // an earlier step failed, and nobody has reset it
 };
@@ -62,21 +59,13 @@ struct Context {
   u32 ring, full;
   const u8* weights;  // the next page to copy
   u64 policy;
-#if SHARES
-  int left;           // pages of this run that have not been copied
-#else
   int pages;          // copied so far
-#endif
   u32 units, zero;
   int copies;  // rows of the buffers that hold the same published row: few rows have several, for fewer readers each
   int slot;
   u32 phase;
   int part_parity, square_parity;
   bool failed;
-  int page;  // where one row is folded: of a layer, the next to copy
-#if SHARES
-  u32 run;   // the next: of a layer LAYER_RUNS are counted, whether it has them or not
-#endif
 };
 
 // Notes the time at which this block passed a point of a layer.
@@ -89,7 +78,7 @@ DEV void stamp(Context& c, int layer, int index) {
 DEV void stamp_clocks(const Params& p, int index) {
 #if STAMPS > 0
   if (threadIdx.x != 0) return;
-  long long* to = p.stamps + ((long)block_here(p) * (LAYERS + 1) + LAYERS) * STAMPS + index;
+  long long* to = p.stamps + ((long)blockIdx.x * (LAYERS + 1) + LAYERS) * STAMPS + index;
   to[0] = clock_now();
   to[1] = nanoseconds_now();
 #endif
@@ -183,78 +172,15 @@ DEV u32 after(Context& c, u32 seen, u32 address) { return address + min(seen, c.
 
 // ---- weights
 
-#if SHARES
-// Goes to the first page of the next run. At the end of all there are runs of no pages.
-DEV void next_run(Context& c) {
-  constexpr u32 ALL = LAYERS * LAYER_RUNS;
-  const u32 at = c.run < ALL ? c.run % LAYER_RUNS : c.run - (ALL - LAYER_RUNS);
-  const int run = c.s.share[SHARE_RUNS + at];
-  c.left = run & (RUN_PAGES - 1);
-  c.weights += (long)(run >> RUN_BITS) * (WARPS * PAGE);
-  if (at == 0) c.page = 0;
-  if (run & RUN_ENDS_LAYER) c.run |= LAYER_RUNS - 1;
-  c.run += run != 0;
-}
-// The ring is full: its pages are of the first run, whatever the block's share.
-DEV void begin_runs(Context& c) {
-  const int page = c.page;
-  next_run(c);
-  c.page = page;
-  c.left -= RING_PAGES;
-}
-#endif
-// Whether there is a page that has not been copied; `c.weights` is then where it lies.
-DEV bool more_pages(Context& c) {
-#if SHARES
-  if (c.left == 0) next_run(c);
-  return c.left != 0;
-#else
-  return c.pages != end_page(c.p);
-#endif
-}
-DEV void pass_page(Context& c) {
-#if SHARES
-  c.left--;
-#else
-  c.pages++;
-#endif
-  c.weights += (long)BLOCKS * WARPS * PAGE;
-}
-// How many tiles of 16 this block computes of gate and up (SHARE_TILES) or of the logits; the number of tile i among those of all
-// blocks.
-template <int LIST>
-DEV int tiles_here(Context& c) {
-#if SHARES
-  return c.s.share[LIST + 1];
-#else
-  return LIST == SHARE_TILES ? BLOCK_INTER / 8 : LM_TILES / 2;
-#endif
-}
-template <int LIST>
-DEV int tile_number(Context& c, int i) {
-  constexpr int OWN = LIST == SHARE_TILES ? BLOCK_INTER / 8 : LM_TILES / 2;
-#if SHARES
-  constexpr int MORE = LIST == SHARE_TILES ? SHARE_MORE_TILES : SHARE_MORE_LOGITS;
-  const int own = c.s.share[LIST];
-  if (i >= own) return c.s.share[MORE + i - own];
-#endif
-  return c.block * OWN + i;
-}
-// Of all blocks' pairs of activations and logits, the one that is this block's n-th.
-DEV int activation_pair(Context& c, int n) {
-  return SHARES ? tile_number<SHARE_TILES>(c, n / 4) * 4 + n % 4 : c.block * (BLOCK_INTER / 2) + n;
-}
-DEV u32 token_of(Context& c, int n) {
-  return SHARES ? tile_number<SHARE_LOGITS>(c, n / 16) * 16 + n % 16 : c.block * LM_TILES * 8 + n;
-}
 // Starts the copy of this warp's next page.
 DEV void fill_page(Context& c, u32 to, u32 full) {
-  if (!more_pages(c)) return;
+  if (c.pages == end_page(c.p)) return;
   if (c.lane == 0) {
     barrier_expect(full, PAGE);
     copy_bulk(to, c.weights, PAGE, full, c.policy);
   }
-  pass_page(c);
+  c.pages++;
+  c.weights += (long)BLOCKS * WARPS * PAGE;
 }
 DEV void take_page(Context& c, uint4 (&w)[PAGE_FRAGMENTS]) {
   const u32 page = c.ring + c.slot * PAGE, full = c.full + c.slot * 8;

@@ -30,16 +30,6 @@ constexpr int LAYER_FRAGMENTS = (BLOCK_QKV / 8 + 2 * BLOCK_INTER / 8) * K_HIDDEN
 constexpr int STREAM_PAGES = (LAYERS * LAYER_FRAGMENTS + LM_TILES * K_HIDDEN) / PAGE_FRAGMENTS;
 static_assert(K_HIDDEN % PAGE_FRAGMENTS == 0 && K_QDIM % PAGE_FRAGMENTS == 0 && K_INTER % PAGE_FRAGMENTS == 0, "");
 
-// By shares a block leaves some of its own last tiles of 16 outputs, of gate and up and of the logits, to other blocks, or computes
-// theirs (dense/shares.py). A block's share in words: how many of its own tiles it computes and how many in all, of either stage; the
-// runs of neighbouring pages that it reads in a layer, and then of the logits; and the other blocks' tiles, numbered through all blocks.
-// A run: pages, whether it ends a layer, and where it begins behind the one before, in pages of a warp.
-constexpr int LAYER_RUNS = MORE_TILES + 2, LOGITS_RUNS = MORE_LOGITS + 2;
-constexpr int SHARE_TILES = 0, SHARE_LOGITS = 2, SHARE_RUNS = 4, SHARE_MORE_TILES = SHARE_RUNS + LAYER_RUNS + LOGITS_RUNS;
-constexpr int SHARE_MORE_LOGITS = SHARE_MORE_TILES + MORE_TILES, SHARE_WORDS = SHARE_MORE_LOGITS + MORE_LOGITS;
-constexpr int RUN_PAGES = 1 << 11, RUN_ENDS_LAYER = RUN_PAGES, RUN_BITS = 12;
-static_assert((LAYER_RUNS & (LAYER_RUNS - 1)) == 0 && SHARE_WORDS <= THREADS, "");
-
 // Exchange buffers of one row of one layer, in 4-byte words. The last stand for what precedes layer 0.
 constexpr u32 EMPTY = 0xffffffffu;  // a word that nobody has published; publishing never writes it
 constexpr int W_QKV = 0;                                       // projections by KV head, float32
@@ -83,14 +73,10 @@ struct Params {
   u64* best;                  // [MAX_ROWS] greatest logit and its token, zero between steps
   long long* next_token;      // [MAX_ROWS]
   long long* stamps;          // [BLOCKS, LAYERS + 1, STAMPS] cycle counts when STAMPS > 0
-  const int* shares;          // [BLOCKS, SHARE_WORDS]; unread without SHARES
   long long slot_stride, head_stride;  // elements
   int table_stride, page_shift, rows, requests;
   u32 spin_limit, zero;       // zero is 0
   float eps, head_eps;
-#if SHARES
-  u8 roles[ROLES];            // by multiprocessor: the block's number among BLOCKS, or REST
-#endif
 #if ALONE
   int only_stage, only_layer;   // -1: all of them
   int first_page, end_page;     // of each warp's weights
@@ -99,17 +85,6 @@ struct Params {
                                 // theirs, a stage alone begins with them
 #endif
 };
-// This block's number. Blocks are not on the same multiprocessors in every launch: where their work differs by multiprocessor, so
-// does their number, and the grid has a block for each multiprocessor, of which some rest.
-constexpr int REST = 255;
-DEV int block_here(const Params& p) {
-#if SHARES
-  const u32 here = multiprocessor_now();
-  return here < ROLES ? p.roles[here] : REST;
-#else
-  return blockIdx.x;
-#endif
-}
 DEV int rows_of(const Params& p) { return ONE ? 1 : p.rows; }
 // A build for tests (ALONE) can run one stage of one layer on what the host has put into the exchange. In all other
 // builds these are constants.

@@ -104,8 +104,8 @@ DEV void gate_up_one(Context& c, Stream& f, Load load, Late late) {
     }
     const float scale = inverse_rms(c, 0), g0 = sum.x * scale, g1 = sum.z * scale;
     const u32 word = bf_pair(g0 / (1.f + __expf(-g0)) * (sum.y * scale), g1 / (1.f + __expf(-g1)) * (sum.w * scale));
-    publish_one(c, W_ACT + activation_pair(c, tile0 * 2 + c.thread), word);
-  }, 2 * tiles_here<SHARE_TILES>(c));
+    publish_one(c, W_ACT + c.block * (BLOCK_INTER / 2) + tile0 * 2 + c.thread, word);
+  });
 }
 
 // The norm of the head that this warp prepares, whichever it is.

@@ -187,11 +187,6 @@ DEV long long clock_now() {
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
   return t;
 }
-DEV u32 multiprocessor_now() {
-  u32 number;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(number));
-  return number;
-}
 // Barriers by number, for some of a block's threads.
 DEV void named_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 DEV void named_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }

@@ -24,6 +24,7 @@ struct Stream {
   u32 seen;            // depends on all that was loaded from slots that are empty now
 #if FOLD && ONE_ROW
   long elsewhere;      // from this warp's place in a page of all warps to the one whose output projection it computes
+  int page;            // of a layer: the next to ask for
 #endif
 };
 DEV void begin_stream(Context& c, Stream& f) { f = {0, 0, 0, 0, RING_PAGES, 0, 0}; }
@@ -32,7 +33,7 @@ DEV void next_slot(int& slot, u32& phase) {
 }
 // Asks for a page. At the end of the weights there is no room any more.
 DEV void ask_page(Context& c, Stream& f) {
-  if (!more_pages(c)) {
+  if (c.pages == end_page(c.p)) {
     f.room = 0;
     return;
   }
@@ -40,17 +41,16 @@ DEV void ask_page(Context& c, Stream& f) {
     const u32 full = c.full + f.next * 8;
     barrier_expect(full, PAGE);
 #if FOLD && ONE_ROW
-    const u8* from = c.weights + ((u32)(c.page - FIRST_O_PAGE) < (u32)O_PAGES ? f.elsewhere : 0);
+    const u8* from = c.weights + ((u32)(f.page - FIRST_O_PAGE) < (u32)O_PAGES ? f.elsewhere : 0);
 #else
     const u8* from = c.weights;
 #endif
     copy_bulk(after(c, f.seen, c.ring + f.next * PAGE), from, PAGE, full, c.policy);
   }
-  pass_page(c);
-#if FOLD && ONE_ROW && SHARES
-  c.page++;
-#elif FOLD && ONE_ROW
-  if (++c.page == LAYER_PAGES) c.page = c.pages < LAYERS * LAYER_PAGES ? 0 : LAYER_PAGES + 1;
+  c.pages++;
+  c.weights += (long)BLOCKS * WARPS * PAGE;
+#if FOLD && ONE_ROW
+  if (++f.page == LAYER_PAGES) f.page = c.pages < LAYERS * LAYER_PAGES ? 0 : LAYER_PAGES + 1;
 #endif
   u32 unused = 0;
   next_slot(f.next, unused);
@@ -199,9 +199,9 @@ DEV float sum_one(const float* part, int n) {
 }
 DEV void add(float4& sum, float4 x) { sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w; }
 // One stage of TILES * 8 outputs: `load(chunk, a)` gathers a chunk of inputs, `late()` is done behind the products, and
-// `finish(tile0, tiles, part)` publishes sums of up to 8 tiles. `count`: tiles of this block, where that is its own number.
+// `finish(tile0, tiles, part)` publishes sums of up to 8 tiles.
 template <int K, int TILES, class Load, class Late, class Finish>
-DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish, int count = TILES) {
+DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
   constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2;
   uint4 a[CHUNK];
   constexpr bool SOON = NARROW && (ONE || EARLY_PAGES || K <= 4);  // of several rows there are registers for few inputs beside
@@ -218,8 +218,8 @@ DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish, int co
   if constexpr (CHUNKS == 1) {
     load(0, a);
 #pragma unroll 1
-    for (int tile0 = 0; tile0 < count; tile0 += 8) {
-      const int tiles = count - tile0 < 8 ? count - tile0 : 8;
+    for (int tile0 = 0; tile0 < TILES; tile0 += 8) {
+      const int tiles = TILES - tile0 < 8 ? TILES - tile0 : 8;
       if constexpr (WIDE > 0) {
 #pragma unroll 1
         for (int tile = 0; tile < tiles - 1; tile += 2) {

@@ -17,9 +17,6 @@ FRAGMENT_BYTES = 512  # 16 outputs x 16 inputs, or 8 x 32, in bfloat16
 SHARED_LIMIT = 227 * 1024
 UNIT_TOKENS = 16  # cached tokens that are copied and computed at once; splits of a context are whole units
 MAX_PAGES = 16  # of a warp's ring of weights
-MORE_TILES, MORE_LOGITS = 6, 24  # tiles of 16 that a block takes from others at most, of gate and up and of the logits
-SHARE_WORDS = 4 + (MORE_TILES + 2) + (MORE_LOGITS + 2) + MORE_TILES + MORE_LOGITS  # of a block, 4 bytes each
-ROLES = 160  # multiprocessors that a launch may have, by their numbers
 MAX_UNITS = 24  # of the cache under way: 96 KB of heads of 64
 
 
@@ -157,9 +154,8 @@ class DensePlan:
     block is waited for before attention's output and activations of several rows are loaded. With `row_warps` each of
     three to eight rows of short contexts has a warp of its own in attention; with 2 it has a unit in registers before
     q, k and v are computed. With `early_pages` all stages of several rows of a narrow model have their first pages in
-    registers before their inputs are there. With `shares` blocks compute as many tiles of gate and up and of the logits
-    as their multiprocessors have shares of the memory (`dense.shares`). `plain_copies` is for tools that watch every
-    access, `alone` runs stages one by one (`dense.alone`).
+    registers before their inputs are there. `plain_copies` is for tools that watch every access, `alone` runs stages
+    one by one (`dense.alone`).
     """
 
     shape: DenseShape
@@ -177,11 +173,6 @@ class DensePlan:
     early_pages: bool = False
     plain_copies: bool = False
     alone: bool = False
-    shares: bool = False
-
-    def __post_init__(self) -> None:
-        if self.alone and self.shares:
-            raise ValueError("stages run alone where every block has the same share")
 
     def kernel(self, rows: int) -> DensePlan:
         """The plan of the kernel for steps of so many rows."""
@@ -221,8 +212,7 @@ class DensePlan:
             control += 2 * s.layers * s.kv_heads * s.head_rows // BLOCKS
         heads = 2 * rows * group_dim + 32 * s.head_dim
         barriers = WARPS * MAX_PAGES * 8 + 16 * MAX_UNITS
-        share = 4 * SHARE_WORDS if self.shares else 0
-        return -(-(sums + control + heads + barriers + share + 128) // 1024) * 1024
+        return -(-(sums + control + heads + barriers + 128) // 1024) * 1024
 
     @property
     def ring_pages(self) -> int:
@@ -268,7 +258,6 @@ class DensePlan:
         stream = self.stream_pages() * BLOCKS * WARPS * self.page_bytes
         small = 4 * 16 + 8 * 2 * MAX_ROWS + 8 * BLOCKS * (s.layers + 1) * max(1, self.stamps)
         small += (2 * 8 + 2 * 128) * s.layers  # addresses and tensor maps of the pools
-        small += 4 * BLOCKS * SHARE_WORDS if self.shares else 0
         return stream + 4 * self.exchange_words() + 4 * MAX_ROWS * s.vocab + 4 * positions * s.head_dim + small
 
     @property
@@ -329,10 +318,6 @@ class DensePlan:
             "ROW_WARPS": 0 if self.one_row else self.row_warps,
             "PLAIN_COPIES": int(self.plain_copies),
             "ALONE": int(self.alone),
-            "SHARES": int(self.shares),
-            "ROLES": ROLES,
-            "MORE_TILES": MORE_TILES,
-            "MORE_LOGITS": MORE_LOGITS,
             "BLOCKS": BLOCKS,
             "SHARED_BYTES": self.shared_bytes(),
         }

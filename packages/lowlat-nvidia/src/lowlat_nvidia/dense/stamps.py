@@ -84,11 +84,6 @@ def head_cycles(stamps_BLS: Tensor) -> Tensor:
     return (stamps_BLS[:, -1, _HEAD_END] - stamps_BLS[:, -1, _HEAD]).cpu()
 
 
-def gate_up_cycles(stamps_BLS: Tensor) -> Tensor:
-    """Cycles [B] that each block took for the products of gate and up, mean over the layers."""
-    return (stamps_BLS[:, :-1, 7] - stamps_BLS[:, :-1, 9]).double().mean(1).cpu()
-
-
 def _layer(marks: list[float], after: float) -> list[Part]:
     parts = [Part("layer", marks[0], after, 1)]
     names = [name for _, name, _ in ORDER]

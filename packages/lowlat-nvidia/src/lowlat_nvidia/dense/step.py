@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowlat_nvidia.dense.pace import REST, Paces, measure
 from lowlat_nvidia.dense.pack import DenseWeights, pack, pack_biases, pack_head_norms, pack_norms
-from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, ROLES, UNIT_TOKENS, WARPS, DensePlan
-from lowlat_nvidia.dense.shares import Shares, Stages
+from lowlat_nvidia.dense.plan import BLOCKS, MAX_ROWS, UNIT_TOKENS, WARPS, DensePlan
 from lowlat_nvidia.jit import TENSOR_MAP, BuildError, Function, compile_cubin
 
 THREADS = 32 * (WARPS + 4)  # four warps copy the cache
@@ -36,7 +34,7 @@ class StepDeadlineError(RuntimeError):
 _POINTERS = (
     "weights", "embedding", "norms", "head_norms", "biases", "rotary", "pools", "maps", "tokens", "positions",
     "query_start", "write_slots", "table_rows", "page_table", "scratch", "exchange", "state", "logits", "best",
-    "next_token", "stamps", "shares",
+    "next_token", "stamps",
 )  # fmt: skip
 
 
@@ -54,10 +52,6 @@ class _Params(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("head_eps", ctypes.c_float),
     )
-
-
-class _SharedParams(_Params):
-    _fields_ = (("roles", ctypes.c_ubyte * ROLES),)
 
 
 @dataclass(slots=True)
@@ -101,12 +95,10 @@ class DenseStep:
         device: str = "cuda",
         allocate: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
         scratch_elements: int = 4096,
-        paces: Paces | None = None,
     ) -> None:
         """`rotary` is [positions, 2, head_dim / 2] float32: cosine, sine. `allocate` gives device memory of a shape.
 
         `scratch_elements`: from the first to the last element of one slot of the pools, for steps of padding alone.
-        `paces`: of the multiprocessors, for a plan with shares; they are measured where none are given.
         """
         empty = allocate or (lambda size, dtype: torch.empty(size, dtype=dtype, device=device))
         shape = plan.shape
@@ -130,11 +122,6 @@ class DenseStep:
         self.maps = empty((shape.layers, 2, TENSOR_MAP), torch.uint8)
         self.stamps = empty((BLOCKS, shape.layers + 1, max(1, plan.stamps)), torch.int64)
         self.spin_limit = DEFAULT_SPIN_LIMIT
-        self.paces: Paces | None = None
-        self.shares_BW: Tensor | None = None
-        if plan.shares:
-            found = paces or self.measure_paces()
-            self.share_out(found, Shares.by_pace(plan, found.cycles))
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._mapped = False
         self.reset()
@@ -144,15 +131,6 @@ class DenseStep:
         self.exchange.fill_(-1)
         self.state.zero_()
         self.best.zero_()
-
-    def measure_paces(self) -> Paces:
-        stages = Stages.of(self.plan)
-        return measure(self.plan, self.stream_PE, stages.logits * stages.tile)
-
-    def share_out(self, paces: Paces, shares: Shares) -> None:
-        """Which multiprocessor does which block's work, and what that is. Steps captured before keep what they had."""
-        self.paces = paces
-        self.shares_BW = torch.tensor(shares.words(self.plan), dtype=torch.int32, device=self.exchange.device)
 
     def bind(self, pools: list[tuple[Tensor, Tensor]], page_size: int) -> None:
         """K and V of each layer, [S, H, D] bfloat16 with any slot and head strides, the same in all."""
@@ -189,11 +167,6 @@ class DenseStep:
         """The kernel for steps of so many rows."""
         return self.functions[rows > 1]
 
-    @property
-    def blocks(self) -> int:
-        """Of a launch: where work differs by multiprocessor one for each, of which some rest."""
-        return self.paces.multiprocessors if self.plan.shares and self.paces is not None else BLOCKS
-
     def close(self) -> None:
         """Unloads the kernels. Nothing may be launched any more."""
         for function in self.functions:
@@ -208,18 +181,13 @@ class DenseStep:
             self.stream_PE, self.embedding, self.norms, self.head_norms, self.biases, self.rotary, self.addresses_L2,
             self.maps if self._mapped else None, step.tokens_R, step.positions_R, step.query_start_Q1,
             step.write_slots_R, step.table_rows_Q, step.page_table_TP, self.scratch, self.exchange, self.state, logits,
-            self.best, self.next_token_R, self.stamps, self.shares_BW,
+            self.best, self.next_token_R, self.stamps,
         )  # fmt: skip
         eps = self.plan.shape.eps
-        roles: tuple[ctypes.Array[ctypes.c_ubyte], ...] = ()
-        if self.plan.shares:
-            assert self.paces is not None, "a plan with shares is built with paces"
-            all_roles = [*self.paces.roles, *[REST] * (ROLES - self.paces.multiprocessors)]
-            roles = ((ctypes.c_ubyte * ROLES)(*all_roles),)
-        return (_SharedParams if self.plan.shares else _Params)(
+        return _Params(
             *(None if tensor is None else tensor.data_ptr() for tensor in tensors), self._slot_stride,
             self._head_stride, step.page_table_TP.stride(0), self._page_shift, rows, len(step.query_start_Q1) - 1,
-            self.spin_limit, 0, eps, eps, *roles,
+            self.spin_limit, 0, eps, eps,
         )  # fmt: skip
 
     def run(self, step: StepTensors, stream: int | None = None) -> Tensor:
@@ -232,7 +200,7 @@ class DenseStep:
             raise ValueError("a step that can run stages alone is run by dense.alone")
         parameters = self.parameters(step)
         function = self.function(parameters.rows)
-        function.launch(self.blocks, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
+        function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
         return self.logits_RV[: len(step.tokens_R)] if step.logits_RV is None else step.logits_RV
 
     def error(self) -> StepDeadlineError | None:
