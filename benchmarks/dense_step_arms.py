@@ -45,10 +45,30 @@ from lowlat_nvidia.dense.step import DenseStep, StepTensors, load_kernels
 from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
+DEEP_RING: dict[str, Any] = {"ring_limit": 160 * 1024, "places": 4}
 FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-0.6b": ({"slots": 3}, {"slots": 8}),
-    "llama-1b": ({"slots": 3}, {"slots": 8}, {"ring_limit": 160 * 1024, "units": 8, "under_way": 3}),
-    "qwen3-8b": ({"slots": 3}, {"slots": 8}),
+    "llama-1b": (
+        {"slots": 3},
+        {"slots": 8},
+        {"ring_limit": 160 * 1024, "units": 8, "under_way": 3},
+        {"hold": True},
+        {"stage_sums": True},
+        {"hold": True, "stage_sums": True},
+        {"hold": True, "stage_sums": True, **DEEP_RING},
+    ),
+    "qwen3-8b": (
+        {"slots": 3},
+        {"slots": 8},
+        {"hold": True},
+        {"stage_sums": True},
+        {"waiting": 2},
+        DEEP_RING,
+        {"hold": True, **DEEP_RING},
+        {"hold": True, "stage_sums": True, **DEEP_RING},
+        {"hold": True, "stage_sums": True, "waiting": 2, **DEEP_RING},
+        {"hold": True, "stage_sums": True, **DEEP_RING, "under_way": 4},
+    ),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-0.6b": (

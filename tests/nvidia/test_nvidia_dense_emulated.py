@@ -42,7 +42,9 @@ SHAPES = {
 DEEP = {
     "two layers": plans.DenseShape(2, 512, 4, 2, 128, 512, 300, True),
     "four layers": plans.DenseShape(4, 512, 4, 2, 128, 512, 300, True),
+    "many outputs": plans.DenseShape(2, 512, 4, 2, 128, 1536, 9000, True),
 }
+FOUR_PAGES = {"fold": False, "ring_limit": 32 * 1024, "under_way": 3}
 
 
 @pytest.fixture
@@ -150,7 +152,22 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "layers take turns": ("four layers", {"slots": 3}),
     "a warp for each row, heads of 64": ("heads of 64", {"row_warps": 1}),
     "and units and pages in registers early": ("two layers", {"row_warps": 2, "early_pages": True, "watch_each": True}),
+    "fewer pages under way between stages": ("two layers", FOUR_PAGES | {"waiting": 1, "last": 2}),
 }
+
+
+def same_bits(built: steps.DenseStep, other: steps.DenseStep, positions: list[list[int]], page_size: int) -> bool:
+    """Whether a step of both leaves the same logits and pools."""
+    inputs, pools = make_case(built.plan.shape, positions, page_size, 5, "cpu")
+    found = []
+    for step in (built, other):
+        own = copy_pools(pools)
+        step.bind(own, page_size)
+        step.logits_RV.fill_(float("nan"))
+        logits = step.run(inputs, 1).clone()
+        step.check()
+        found.append([logits, *(pool for pair in own for pool in pair)])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -166,16 +183,32 @@ def test_forms_have_the_same_bits(small_grid: None, monkeypatch: pytest.MonkeyPa
     for positions, page_size in (
         ([[0], [71]], 1), ([[0], [70, 71]], 1), ([[5], [900, 901], [331], [13], [16]], 16), (eight, 16), (eight[:5], 1),
     ):  # fmt: skip
-        inputs, pools = make_case(built.plan.shape, positions, page_size, 5, "cpu")
-        found = []
-        for step in (built, other):
-            own = copy_pools(pools)
-            step.bind(own, page_size)
-            step.logits_RV.fill_(float("nan"))
-            logits = step.run(inputs, 1).clone()
-            step.check()
-            found.append([logits, *(pool for pair in own for pool in pair)])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert same_bits(built, other, positions, page_size)
+
+
+FORMS_OF_ONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "not folded": ("two layers", {"fold": False}),
+    "four pages": ("two layers", FOUR_PAGES),
+    "a page is held": ("four layers", FOUR_PAGES | {"hold": True}),
+    "fewer pages under way between stages": ("two layers", FOUR_PAGES | {"waiting": 1, "last": 2}),
+    "fewer places than units": ("four layers", FOUR_PAGES | {"places": 4}),
+    "a stage's sums at once": ("many outputs", {"stage_sums": True}),
+    "these together": (
+        "many outputs",
+        FOUR_PAGES | {"hold": True, "waiting": 2, "last": 1, "places": 4, "stage_sums": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_ONE)
+def test_forms_of_one_row_have_the_same_bits(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
+) -> None:
+    name, options = FORMS_OF_ONE[form]
+    built, _ = build(monkeypatch, tmp_path, name)
+    other, _ = build(monkeypatch, tmp_path, name, **options)
+    for position, page_size in ((0, 1), (700, 16), (2000, 16)):
+        assert same_bits(built, other, [[position]], page_size)
 
 
 SEVERAL = "if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;"

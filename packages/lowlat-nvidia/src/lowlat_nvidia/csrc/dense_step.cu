@@ -121,42 +121,52 @@ DEV u64 rank_key(float x, u32 token) {
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return (u64)bits << 32 | (0xffffffffu - token);
 }
+// Logits whose sums are joined behind one barrier: of one row, with STAGE_SUMS, as many as two buffers hold where attention left its
+// sums, and as there are threads.
+constexpr int JOINED_LOGITS = ONE && STAGE_SUMS ? (GROUP_DIM / 2 < THREADS ? GROUP_DIM / 2 : THREADS) : 64;
 template <class Load>
 DEV void project_logits(Context& c, Load load) {
-  constexpr int COUNT = (ROWS * 64 + THREADS - 1) / THREADS;
+  constexpr int OUTPUTS = JOINED_LOGITS, TOGETHER = OUTPUTS / 8, COUNT = (ROWS * OUTPUTS + THREADS - 1) / THREADS;
+  constexpr bool ROOMY = OUTPUTS > 64;
   u64 best[COUNT] = {};
   auto finish = [&](int tile0, int tiles, const float* part) {
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
-      const int row = (c.thread + j * THREADS) / 64, n = c.thread % 64;
+      const int row = (c.thread + j * THREADS) / OUTPUTS, n = c.thread % OUTPUTS;
       const u32 token = (c.block * LM_TILES + tile0) * 8 + n;
       if (row >= c.rows || n >= tiles * 8 || token >= VOCAB) continue;
-      float x = sum_partials(part, n / 8, row, n % 8) * inverse_rms(c, row);
+      float x = (ROOMY ? sum_one<TOGETHER>(part, n) : sum_partials(part, n / 8, row, n % 8)) * inverse_rms(c, row);
       x = __uint_as_float(planted(c.p, STEP_WORDS + (long)row * VOCAB + token, __float_as_uint(x)));
       c.p.logits[(long)row * VOCAB + token] = x;
       u64 key = rank_key(x, token);
       best[j] = key > best[j] ? key : best[j];
     }
   };
+  auto part = [&] { return ROOMY ? c.s.joined + c.part_parity * (WARPS * OUTPUTS) : part_now(c); };
   uint4 a[K_HIDDEN];
   load(a);
 #pragma unroll 1
-  for (int tile0 = 0; tile0 < LM_TILES; tile0 += 8) {
-    const int tiles = LM_TILES - tile0 < 8 ? LM_TILES - tile0 : 8;
+  for (int tile0 = 0; tile0 < LM_TILES; tile0 += TOGETHER) {
+    const int tiles = LM_TILES - tile0 < TOGETHER ? LM_TILES - tile0 : TOGETHER;
 #pragma unroll 1
     for (int tile = 0; tile < tiles - 1; tile += 2) {
       float d[4] = {};
       multiply_wide(c, a, d);
-      store_partial(c, tile, d[0], d[1]);
-      store_partial(c, tile + 1, d[2], d[3]);
+      if constexpr (ROOMY) {
+        if (c.q == 0) part()[c.warp * OUTPUTS + tile * 8 + c.g] = d[0];
+        if (c.q == 0) part()[c.warp * OUTPUTS + tile * 8 + 8 + c.g] = d[2];
+      } else {
+        store_partial(c, tile, d[0], d[1]);
+        store_partial(c, tile + 1, d[2], d[3]);
+      }
     }
     block_sync();
-    finish(tile0, tiles, part_now(c));
+    finish(tile0, tiles, part());
     c.part_parity ^= 1;
   }
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
-    const int row = (c.thread + j * THREADS) / 64;
+    const int row = (c.thread + j * THREADS) / OUTPUTS;
 #pragma unroll
     for (int o = 16; o; o >>= 1) {
       u64 other = __shfl_xor_sync(~0u, best[j], o);

@@ -185,11 +185,11 @@ DEV void project_head(Context& c, Stream& f, int layer) {
   };
 #pragma unroll
   for (int tile = 0; tile < WIDE; tile++) {
-    const float4 d = wide.multiply(c, f, a, tile + 1 < WIDE);
+    const float4 d = wide.multiply(c, f, a, tile + 1 < WIDE, BLOCK_HIDDEN / 8 % 2 == 0 && tile + 1 == WIDE);
     give(d.x, tile * 16);
     give(d.z, tile * 16 + 8);
   }
-  if constexpr (BLOCK_HIDDEN / 8 % 2) give(narrow.multiply(c, f, a, false).x, BLOCK_HIDDEN - 8);
+  if constexpr (BLOCK_HIDDEN / 8 % 2) give(narrow.multiply(c, f, a, false, true).x, BLOCK_HIDDEN - 8);
 }
 // Down: the block that owns some residuals publishes them, whole.
 DEV void project_down_folded(Context& c, Stream& f, int layer) {

@@ -14,14 +14,19 @@ DEV bool give_up(Context& c, u32& polls, int stage) {
   return c.failed;
 }
 // A warp's pages on their way. Not all that fit are asked for at once: what blocks exchange queues behind them. The rest is asked
-// for while other blocks are waited for. Of a narrow model a stage's first pages are in registers before its inputs are there, if
-// they have come by then, and their slots are filled again.
+// for while other blocks are waited for, up to a limit of its own: WAITING. Of a narrow model a stage's first pages are in registers
+// before its inputs are there, if they have come by then, and their slots are filled again. With HOLD a wide model's step has one page
+// in registers from any wait to the next product, whatever stages lie between.
 struct Stream {
   int oldest, under_way;  // slot of the oldest page under way, and how many are
   u32 oldest_phase;
   int next, room;      // slot of the next page to ask for, and how many slots are empty
   int landed;          // pages known to be there that have not been taken
   u32 seen;            // depends on all that was loaded from slots that are empty now
+#if HOLD
+  bool holds;          // the next page is in `held`
+  uint4 held[PAGE_FRAGMENTS];
+#endif
 #if FOLD && ONE_ROW
   long elsewhere;      // from this warp's place in a page of all warps to the one whose output projection it computes
   int page;            // of a layer: the next to ask for
@@ -61,15 +66,6 @@ DEV void page_landed(Stream& f) {
   next_slot(f.oldest, f.oldest_phase);
   f.under_way--;
 }
-// What a warp does while it waits for other blocks: it notices that the oldest page is there, and asks for another.
-DEV void pump(Context& c, Stream& f) {
-  if (UNDER_WAY == RING_PAGES || !f.room) return;
-  if (f.under_way && __all_sync(~0u, barrier_test(c.full + f.oldest * 8, f.oldest_phase))) {
-    page_landed(f);
-    f.landed++;
-  }
-  if (f.under_way < UNDER_WAY) ask_page(c, f);
-}
 // Loads pages that are there. Once the loads have returned the slots are empty.
 template <int PAGES>
 DEV void load_pages(Context& c, Stream& f, uint4 (&w)[PAGES * PAGE_FRAGMENTS]) {
@@ -85,6 +81,38 @@ DEV void load_pages(Context& c, Stream& f, uint4 (&w)[PAGES * PAGE_FRAGMENTS]) {
 #pragma unroll
   for (int i = 0; i < PAGES * PAGE_FRAGMENTS; i++) f.seen ^= w[i].w;
   f.room += PAGES;
+}
+// Asks for as many pages as may be under way. All lanes have loaded from the slots that are empty.
+DEV void ask_pages(Context& c, Stream& f, int limit = UNDER_WAY) {
+  __syncwarp();
+#pragma unroll 1
+  while (f.room && f.under_way < limit) ask_page(c, f);
+}
+// What a warp does while it waits for other blocks: it notices that the oldest page is there, and asks for another. Where more than
+// a page is to be asked for, each poll does all that can be done.
+constexpr bool PUMPS = HOLD || WAITING < RING_PAGES;
+DEV void pump(Context& c, Stream& f) {
+  if constexpr (PUMP_ALL) {
+#pragma unroll 1
+    while (f.under_way && __all_sync(~0u, barrier_test(c.full + f.oldest * 8, f.oldest_phase))) {
+      page_landed(f);
+      f.landed++;
+    }
+#if HOLD
+    if (!f.holds && f.landed) {
+      load_pages<1>(c, f, f.held);
+      f.holds = true;
+    }
+#endif
+    ask_pages(c, f, WAITING);
+  } else {
+    if (!PUMPS || !f.room) return;
+    if (f.under_way && __all_sync(~0u, barrier_test(c.full + f.oldest * 8, f.oldest_phase))) {
+      page_landed(f);
+      f.landed++;
+    }
+    if (f.under_way < WAITING) ask_page(c, f);
+  }
 }
 // Whether pages are there that nobody need wait for.
 template <int PAGES>
@@ -109,12 +137,8 @@ DEV void wait_pages(Context& c) {
     next_slot(slot, phase);
   }
 }
-// Asks for as many pages as may be under way.
-DEV void ask_pages(Context& c, Stream& f) {
-  __syncwarp();
-#pragma unroll 1
-  while (f.room && f.under_way < UNDER_WAY) ask_page(c, f);
-}
+// In a stage's last tile there may be fewer, so that what is published and polled for next stands behind less.
+DEV int limit_of(bool last) { return LAST < UNDER_WAY && last ? LAST : UNDER_WAY; }
 
 // Pages of a tile that are taken together: at most 8 fragments, in registers, and no more than are under way.
 template <int PAGES, int AT_MOST>
@@ -122,12 +146,12 @@ constexpr int dividing = PAGES % AT_MOST == 0 ? AT_MOST : dividing<PAGES, AT_MOS
 template <int PAGES>
 constexpr int dividing<PAGES, 1> = 1;
 template <int PAGES>
-constexpr int at_once = dividing<PAGES, (8 / PAGE_FRAGMENTS < UNDER_WAY ? 8 / PAGE_FRAGMENTS : UNDER_WAY)>;
+constexpr int at_once = HOLD ? 1 : dividing<PAGES, (8 / PAGE_FRAGMENTS < UNDER_WAY ? 8 / PAGE_FRAGMENTS : UNDER_WAY)>;
 
 // Fragments of a stage, in the groups in which they are taken: a tile of 16 outputs, or of the 8 that are left over.
 // A fragment is the operand of one matrix instruction, 16 outputs x 16 inputs; of a narrow tile 8 outputs x 32 inputs, whose
 // halves lie in the upper and lower 8 rows of the operand: each half of a product is of use to one of them.
-template <int CHUNK, bool WIDE, bool SOON = NARROW>
+template <int CHUNK, bool WIDE, bool SOON = NARROW && !HOLD>
 struct Tile {
   static constexpr int FRAGMENTS = (WIDE ? 2 : 1) * CHUNK, PAGES = at_once<FRAGMENTS / PAGE_FRAGMENTS>;
   static constexpr int COUNT = PAGES * PAGE_FRAGMENTS, GROUPS = FRAGMENTS / COUNT;
@@ -149,15 +173,25 @@ struct Tile {
     if (taken) load_pages<PAGES>(c, f, w);
   }
   // Output g of rows 2q and 2q + 1 in x and y; of a wide tile output g + 8 in z and w. `more`: another such tile follows at
-  // once.
-  DEV_MEMBER float4 multiply(Context& c, Stream& f, const uint4 (&a)[CHUNK], bool more) {
+  // once. `last`: no other tile of the stage does.
+  DEV_MEMBER float4 multiply(Context& c, Stream& f, const uint4 (&a)[CHUNK], bool more, bool last) {
     float sum[4][4] = {};
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
+#if HOLD
+      if (!f.holds) {
+        wait_pages<1>(c);
+        load_pages<1>(c, f, f.held);
+      }
+      f.holds = false;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) w[i] = f.held[i];
+#else
       if (!taken) {
         wait_pages<PAGES>(c);
         load_pages<PAGES>(c, f, w);
       }
+#endif
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
         const int at = group * COUNT + i;
@@ -172,7 +206,7 @@ struct Tile {
       }
       taken = false;
       if (group + 1 < GROUPS || more) take_early(c, f);
-      if (ASK_EACH || group + 1 == GROUPS) ask_pages(c, f);
+      if (ASK_EACH || group + 1 == GROUPS) ask_pages(c, f, limit_of(last));
     }
     float d[4];
 #pragma unroll
@@ -183,28 +217,38 @@ struct Tile {
     return make_float4(d[0], d[1], d[2], d[3]);
   }
 };
-// Partial sums of one row: [warp][64 outputs]; of several as `store_partial` has them.
+// Tiles whose sums are joined behind one barrier: 8, or with STAGE_SUMS and one row all of a stage, where attention leaves its
+// own. Between one use of that room and the next lies another stage's barrier.
+template <int TILES>
+constexpr int joined_tiles = ONE && STAGE_SUMS && TILES > 8 && TILES * 8 <= GROUP_DIM ? TILES : 8;
+template <int TOGETHER>
+DEV float* sums_here(Context& c) {
+  return TOGETHER > 8 ? c.s.joined : part_now(c);
+}
+// Partial sums of one row: [warp][output]; of several as `store_partial` has them.
+template <int TOGETHER>
 DEV void store_sums(Context& c, int tile, float first, float second) {
   if constexpr (ONE) {
-    if (c.q == 0) part_now(c)[c.warp * 64 + tile * 8 + c.g] = first;
+    if (c.q == 0) sums_here<TOGETHER>(c)[c.warp * (TOGETHER * 8) + tile * 8 + c.g] = first;
   } else {
     store_partial(c, tile, first, second);
   }
 }
+template <int TOGETHER = 8>
 DEV float sum_one(const float* part, int n) {
   float sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) sum += part[w * 64 + n];
+  for (int w = 0; w < WARPS; w++) sum += part[w * (TOGETHER * 8) + n];
   return sum;
 }
 DEV void add(float4& sum, float4 x) { sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w; }
 // One stage of TILES * 8 outputs: `load(chunk, a)` gathers a chunk of inputs, `late()` is done behind the products, and
-// `finish(tile0, tiles, part)` publishes sums of up to 8 tiles.
+// `finish(tile0, tiles, part)` publishes sums of up to `joined_tiles`.
 template <int K, int TILES, class Load, class Late, class Finish>
 DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
-  constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2;
+  constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2, TOGETHER = joined_tiles<TILES>;
   uint4 a[CHUNK];
-  constexpr bool SOON = NARROW && (ONE || EARLY_PAGES || K <= 4);  // of several rows there are registers for few inputs beside
+  constexpr bool SOON = NARROW && !HOLD && (ONE || EARLY_PAGES || K <= 4);  // of several rows there are registers for few inputs beside
   Tile<CHUNK, true, SOON> wide;
   Tile<CHUNK, false, SOON> narrow;
   narrow.taken = false;
@@ -217,25 +261,26 @@ DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
   }
   if constexpr (CHUNKS == 1) {
     load(0, a);
+    if constexpr (WAITING < UNDER_WAY) ask_pages(c, f);
 #pragma unroll 1
-    for (int tile0 = 0; tile0 < TILES; tile0 += 8) {
-      const int tiles = TILES - tile0 < 8 ? TILES - tile0 : 8;
+    for (int tile0 = 0; tile0 < TILES; tile0 += TOGETHER) {
+      const int tiles = TILES - tile0 < TOGETHER ? TILES - tile0 : TOGETHER;
       if constexpr (WIDE > 0) {
 #pragma unroll 1
         for (int tile = 0; tile < tiles - 1; tile += 2) {
-          const float4 d = wide.multiply(c, f, a, tile + 2 < tiles - 1);
-          store_sums(c, tile, d.x, d.y);
-          store_sums(c, tile + 1, d.z, d.w);
+          const float4 d = wide.multiply(c, f, a, tile + 2 < tiles - 1, TILES % 2 == 0 && tile0 + tile + 2 == TILES);
+          store_sums<TOGETHER>(c, tile, d.x, d.y);
+          store_sums<TOGETHER>(c, tile + 1, d.z, d.w);
         }
       }
       if constexpr (TILES % 2)
-        if (tile0 + 8 >= TILES) {
-          const float4 d = narrow.multiply(c, f, a, false);
-          store_sums(c, tiles - 1, d.x, d.y);
+        if (tile0 + TOGETHER >= TILES) {
+          const float4 d = narrow.multiply(c, f, a, false, true);
+          store_sums<TOGETHER>(c, tiles - 1, d.x, d.y);
         }
       if (tile0 == 0) late();
       block_sync();
-      finish(tile0, tiles, part_now(c));
+      finish(tile0, tiles, sums_here<TOGETHER>(c));
       c.part_parity ^= 1;
     }
   } else {
@@ -244,18 +289,20 @@ DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       load(chunk, a);
+      if constexpr (WAITING < UNDER_WAY) ask_pages(c, f);
+      const bool last = chunk + 1 == CHUNKS;
 #pragma unroll
       for (int tile = 0; tile < WIDE; tile++) {
-        add(d[tile], wide.multiply(c, f, a, tile + 1 < WIDE));
+        add(d[tile], wide.multiply(c, f, a, tile + 1 < WIDE, last && TILES % 2 == 0 && tile + 1 == WIDE));
       }
-      if constexpr (TILES % 2) add(d[WIDE], narrow.multiply(c, f, a, false));
+      if constexpr (TILES % 2) add(d[WIDE], narrow.multiply(c, f, a, false, last));
     }
 #pragma unroll
     for (int tile = 0; tile < WIDE; tile++) {
-      store_sums(c, 2 * tile, d[tile].x, d[tile].y);
-      store_sums(c, 2 * tile + 1, d[tile].z, d[tile].w);
+      store_sums<8>(c, 2 * tile, d[tile].x, d[tile].y);
+      store_sums<8>(c, 2 * tile + 1, d[tile].z, d[tile].w);
     }
-    if constexpr (TILES % 2) store_sums(c, TILES - 1, d[WIDE].x, d[WIDE].y);
+    if constexpr (TILES % 2) store_sums<8>(c, TILES - 1, d[WIDE].x, d[WIDE].y);
     late();
     block_sync();
     finish(0, TILES, part_now(c));

@@ -162,10 +162,15 @@ class DensePlan:
     one_row: bool = False
     ring_limit: int | None = None
     units: int = 0
+    places: int = 0
     ahead: int | None = None
     stamps: int = 0
     copies: int = 4
     under_way: int | None = None
+    waiting: int | None = None
+    last: int | None = None
+    hold: bool = False
+    stage_sums: bool = False
     fold: bool | None = None
     slots: int | None = None
     watch_each: bool = False
@@ -185,7 +190,7 @@ class DensePlan:
         return next((count for count in choices if usual._pages(count) >= 3), choices[-1])
 
     def _pages(self, fragments: int) -> int:
-        least = self.units or WARPS
+        least = self._places or self.units or WARPS
         limit = self.ring_limit or (128 if self.one_row else 112 if self._narrow else 96) * 1024
         room = min(limit, SHARED_LIMIT - self.fixed_bytes() - least * self.unit_bytes)
         return min(MAX_PAGES, room // (WARPS * fragments * FRAGMENT_BYTES))
@@ -223,11 +228,15 @@ class DensePlan:
     def ring_units(self) -> int:
         """Units of the cache under way: as many for each warp, so that a place of the ring is always one warp's."""
         room = SHARED_LIMIT - self.fixed_bytes() - WARPS * self.ring_pages * self.page_bytes
-        return self.units or min(MAX_UNITS, room // self.unit_bytes // WARPS * WARPS)
+        return self.units or (WARPS if self._places else min(MAX_UNITS, room // self.unit_bytes // WARPS * WARPS))
+
+    @property
+    def _places(self) -> int:
+        return self.places if self.one_row else 0
 
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: partial sums, rows' constants, queries, the rings."""
-        return self.fixed_bytes() + self.ring_units * self.unit_bytes + WARPS * self.ring_pages * self.page_bytes
+        return self.fixed_bytes() + (self._places or self.ring_units) * self.unit_bytes + WARPS * self.ring_pages * self.page_bytes
 
     def layer_words(self) -> int:
         """4-byte words of one layer's exchange buffers."""
@@ -286,6 +295,7 @@ class DensePlan:
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
         s = self.shape
+        holds = self.one_row and self.hold
         if self.ring_pages < 2:
             raise UnsupportedShapeError(
                 f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring"
@@ -306,10 +316,16 @@ class DensePlan:
             "PAGE_FRAGMENTS": self.page_fragments,
             "RING_PAGES": self.ring_pages,
             "UNITS": self.ring_units,
+            "PLACES": self._places or self.ring_units,
             "AHEAD": self._ahead(),
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "UNDER_WAY": self._under_way(),
+            "WAITING": min(self.waiting or self._under_way(), self.ring_pages),
+            "LAST": min(self.last or self._under_way(), self.ring_pages),
+            "HOLD": int(holds),
+            "STAGE_SUMS": int(self.one_row and self.stage_sums),
+            "PUMP_ALL": int(holds or self.waiting is not None or self._places > 0),
             "NARROW": int(self._narrow),
             "FOLD": int(self.folded),
             "SLOTS": self.buffers,
