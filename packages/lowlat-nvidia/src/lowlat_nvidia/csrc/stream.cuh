@@ -155,7 +155,7 @@ template <int CHUNK, bool WIDE, bool SOON = NARROW && !HOLD>
 struct Tile {
   static constexpr int FRAGMENTS = (WIDE ? 2 : 1) * CHUNK, PAGES = at_once<FRAGMENTS / PAGE_FRAGMENTS>;
   static constexpr int COUNT = PAGES * PAGE_FRAGMENTS, GROUPS = FRAGMENTS / COUNT;
-  static constexpr bool ASK_EACH = GROUPS * PAGES > UNDER_WAY;
+  static constexpr bool ASK_EACH = PUMP_ALL || GROUPS * PAGES > UNDER_WAY;
   static_assert(PAGES <= UNDER_WAY, "what is taken together is always under way or there");
   uint4 w[COUNT];  // the next group
   bool taken;
