@@ -62,12 +62,12 @@ FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
         {"slots": 8},
         {"hold": True},
         {"stage_sums": True},
-        {"waiting": 2},
-        DEEP_RING,
+        {"hold": True, "stage_sums": True},
+        {"under_way": 4, "waiting": 4},
         {"hold": True, **DEEP_RING},
         {"hold": True, "stage_sums": True, **DEEP_RING},
-        {"hold": True, "stage_sums": True, "waiting": 2, **DEEP_RING},
         {"hold": True, "stage_sums": True, **DEEP_RING, "under_way": 4},
+        {"hold": True, "stage_sums": True, **DEEP_RING, "waiting": 2, "last": 2},
     ),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {

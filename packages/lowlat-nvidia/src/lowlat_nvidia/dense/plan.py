@@ -156,6 +156,13 @@ class DensePlan:
     q, k and v are computed. With `early_pages` all stages of several rows of a narrow model have their first pages in
     registers before their inputs are there. `plain_copies` is for tools that watch every access, `alone` runs stages
     one by one (`dense.alone`).
+
+    Between stages: while other blocks are waited for, `waiting` pages may be under way instead of `under_way`, and
+    `last` in the last tile of a stage. Of one row, `hold` keeps a page in registers from any wait to the next product;
+    `stage_sums` joins all sums of a stage behind one barrier, and more logits at once; `places` gives the units of the
+    cache fewer places than there are barriers, so that the ring of weights may be as much larger (contexts of more
+    units a layer than places then wait for the cache). With any of `waiting`, `hold` and `places` a poll asks for all
+    pages that may be asked for, and a product for each as soon as there is room.
     """
 
     shape: DenseShape
@@ -236,7 +243,8 @@ class DensePlan:
 
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: partial sums, rows' constants, queries, the rings."""
-        return self.fixed_bytes() + (self._places or self.ring_units) * self.unit_bytes + WARPS * self.ring_pages * self.page_bytes
+        places = self._places or self.ring_units
+        return self.fixed_bytes() + places * self.unit_bytes + WARPS * self.ring_pages * self.page_bytes
 
     def layer_words(self) -> int:
         """4-byte words of one layer's exchange buffers."""
