@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -149,11 +150,25 @@ def test_rotary_table_is_a_rotation() -> None:
     assert torch.equal(table[0, 0], torch.ones(32))
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("name", plans.PRESETS)
-def test_compiles_within_its_registers(name: str, rows: int) -> None:
+DEEP = {"hold": True, "stage_sums": True, "ring_limit": 160 * 1024, "places": 4}
+
+
+def test_a_deeper_ring_takes_places_of_the_cache() -> None:
+    plan = plans.DensePlan(plans.QWEN3_8B, **DEEP)  # type: ignore[arg-type]
+    one, several = plan.kernel(1).definitions(), plan.kernel(8).definitions()
+    assert (one["RING_PAGES"], one["UNITS"], one["PLACES"]) == (5, 8, 4)
+    assert one["SHARED_BYTES"] <= plans.SHARED_LIMIT
+    assert several["PLACES"] == several["UNITS"]
+    assert several["HOLD"] == several["STAGE_SUMS"] == several["PUMP_ALL"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "options"),
+    [*((name, rows, {}) for name in plans.PRESETS for rows in (1, 8)), ("qwen3-8b", 1, DEEP), ("llama-1b", 1, DEEP)],
+)
+def test_compiles_within_its_registers(name: str, rows: int, options: dict[str, Any]) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'")
-    plan = plans.DensePlan(plans.PRESETS[name]).kernel(rows)
+    plan = plans.DensePlan(plans.PRESETS[name], **options).kernel(rows)
     try:
         cubin, log = jit.compile_cubin("dense_step.cu", plan.definitions(), cache=False, verbose=True)
     except (RuntimeError, OSError) as error:
