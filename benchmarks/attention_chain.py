@@ -3,37 +3,31 @@
     python benchmarks/attention_chain.py
 
 takes about 10 seconds on an H200. Arms are the same four kernels: `lowlat-nvidia`, launched early, and `general`, which
-starts each when the one before it has ended. `--pairs` adds both with two blocks for a tile of the grouped projection
-in place of four, compared bit for bit.
+starts each when the one before it has ended.
 Weights and entries are random; four sets take turns. A sample is one graph of 16 regions, divided by 16.
 
     python benchmarks/attention_chain.py --stamps
 
-takes about 10 seconds and writes no result: when the phases of every kernel end, by the blocks' own clocks, and how
-many clusters of the last kernel run at once on an empty GPU; with `--pairs` of that form.
+takes about 10 seconds and writes no result: when the phases of every kernel end, by the blocks' own clocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
-import statistics
 from pathlib import Path
 
 import torch
-from variants import fields, verdict
+from variants import verdict
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
 from lowlat.bench.results import Row, Simulated, check_folder, new_result, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat_nvidia.deepseek_v4 import attention_reference as reference
-from lowlat_nvidia.deepseek_v4.attention_chain import THREADS, AttentionChain, ChainInputs, ChainPlan
-from lowlat_nvidia.jit import BuildError
+from lowlat_nvidia.deepseek_v4.attention_chain import AttentionChain, ChainInputs, ChainPlan
 
 SETS, PASSES = 4, 4
-PAIRS = dataclasses.replace(ChainPlan(), group_cluster=2)
 PHASES = {
     "down": ("starts", "asks for weights", "x is there", "quantised", "multiplied", "published"),
     "up": ("starts", "asks for weights", "latents taken", "quantised", "multiplied", "published"),
@@ -42,56 +36,47 @@ PHASES = {
 }
 
 
-def make_cases(plans: list[ChainPlan], rows: int) -> list[list[tuple[AttentionChain, ChainInputs]]]:
-    """For each plan the same sets of weights and inputs, compared both ways with the reference and the first plan."""
-    cases: list[list[tuple[AttentionChain, ChainInputs]]] = [[] for _ in plans]
+def make_cases(plan: ChainPlan, rows: int) -> list[tuple[AttentionChain, ChainInputs]]:
+    """Sets of weights and inputs, each compared with the reference both ways."""
+    cases = []
     for _ in range(SETS):
-        weights, inputs = reference.random_weights(plans[0], "cuda"), reference.random_inputs(plans[0], rows, "cuda")
-        found: list[torch.Tensor] = []
-        for plan, made in zip(plans, cases, strict=True):
-            chain = AttentionChain(plan, weights)
-            expected = reference.attention_region(weights, copy.deepcopy(inputs), plan.groups, chain.eps)[0]
-            for early in (True, False):
-                chain.out_RO.fill_(float("nan"))
-                found.append(chain.run(inputs, early=early).clone())
-                distance = ((found[-1].float() - expected).norm() / expected.norm()).item()
-                assert distance < 1.5e-2, f"{distance} from the reference"
-                assert torch.equal(found[-1], found[0]), f"{plan} has other bits than the default"
-            made.append((chain, inputs))
+        weights, inputs = reference.random_weights(plan, "cuda"), reference.random_inputs(plan, rows, "cuda")
+        chain = AttentionChain(plan, weights)
+        expected = reference.attention_region(weights, copy.deepcopy(inputs), plan.groups, chain.eps)[0]
+        for early in (True, False):
+            chain.out_RO.fill_(float("nan"))
+            distance = ((chain.run(inputs, early=early).float() - expected).norm() / expected.norm()).item()
+            assert distance < 1.5e-2, f"{distance} from the reference"
+        cases.append((chain, inputs))
     return cases
 
 
-def measure(rows: int, rounds: int, ceiling: float, pairs: bool) -> list[Row]:
+def measure(rows: int, rounds: int, ceiling: float) -> list[Row]:
     """Rows of one number of rows."""
     plan = ChainPlan()
-    made = make_cases([plan, PAIRS] if pairs else [plan], rows)
+    cases = make_cases(plan, rows)
     graphs = {
-        arm + form: capture(lambda early=early, cases=cases: [c.run(x, early=early) for c, x in cases * PASSES])
-        for form, cases in zip(("", " pairs"), made, strict=False)
+        arm: capture(lambda early=early: [chain.run(inputs, early=early) for chain, inputs in cases * PASSES])
         for arm, early in (("lowlat-nvidia", True), ("general", False))
     }
     arms = {
         arm: (lambda g=graph: [t / (SETS * PASSES) for t in time_cuda(g.replay, 30)]) for arm, graph in graphs.items()
     }
     measured = alternate(arms, rounds)
-    for cases in made:
-        for chain, _ in cases:
-            chain.check()
+    for chain, _ in cases:
+        chain.check()
     size = plan.weight_bytes + rows * 512 * 288 + (128 + rows) * 528
     found = []
     for arm in measured.rounds:
         row = row_from_samples(
             measured.samples(arm), metric="step_us", rows=rows, dtype="fp8", tp=4,
             bytes=size, read_ceiling_tb_s=ceiling, note=f"one GPU's part of TP 4; {SETS} weight sets in turn",
-            **fields(arm, "attention-region"),
+            arm=arm, workload="attention-region",
         )  # fmt: skip
         found.append(row)
         floors = row.median * ceiling * 1e6 / size
-        print(f"{rows} rows {arm:19} {row.median:6.2f} [{row.low:.2f}, {row.high:.2f}] us, {floors:.2f} floors")
+        print(f"{rows} rows {arm:15} {row.median:6.2f} [{row.low:.2f}, {row.high:.2f}] us, {floors:.2f} floors")
     print(verdict({arm: measured.samples(arm) for arm in measured.rounds}, "general"), flush=True)
-    if pairs and {"lowlat-nvidia pairs", "general pairs"} <= measured.rounds.keys():
-        early, ordinary = (statistics.median(measured.samples(f"{arm} pairs")) for arm in ("lowlat-nvidia", "general"))
-        print(f"   pairs: early launches {early / ordinary:.3f} of ordinary ones", flush=True)
     for arm, error in measured.errors.items():
         print(f"   {arm} broke and is left out: {error}", flush=True)
     return found
@@ -104,11 +89,6 @@ def timeline(plan: ChainPlan, rows: int, runs: int = 40) -> None:
         weights, inputs = reference.random_weights(plan, "cuda"), reference.random_inputs(plan, rows, "cuda")
         cases.append((AttentionChain(plan, weights), inputs))
     blocks = cases[0][0].launches(rows)
-    print(f"the last kernel has {blocks['group'] // plan.group_cluster} clusters")
-    try:
-        print(f"{cases[0][0].kernels['group'].clusters_at_once(plan.group_cluster, THREADS)} of them run at once")
-    except BuildError as error:
-        print(error)
     stamps = []
     for _ in range(runs):
         for chain, inputs in cases:
@@ -132,17 +112,16 @@ def main() -> None:
     parser.add_argument("--rows", default="6,1,4,8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stamps", action="store_true", help="when phases of 6 rows end, in place of times of regions")
-    parser.add_argument("--pairs", action="store_true", help="with two blocks for a tile of the last kernel, too")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
     folder = check_folder(got.results)
     if got.stamps:
-        timeline(dataclasses.replace(PAIRS if got.pairs else ChainPlan(), stamps=True), 6)
+        timeline(ChainPlan(stamps=True), 6)
         return
     ceiling = measure_ceiling("cuda")
     result = new_result("attention-region", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=1)
     for rows in (int(text) for text in got.rows.split(",")):
-        result.rows += measure(rows, got.rounds, ceiling.tb_s, got.pairs)
+        result.rows += measure(rows, got.rounds, ceiling.tb_s)
     print(save(result, folder))
 
 

@@ -6,9 +6,6 @@ takes about 20 seconds on an H200. Two windows: from the router to the end of th
 whole mixture (`mixture`). The plain twin has the same router and product kernels, launched one after the other, and
 PyTorch's top-k, sort and counts between them. `products` are first and second products alone, launched early as in the
 mixture (each waits for all of the one before), for the read ceiling.
-`--forms` adds forms of the plan to `mixture` and `products`, each compared with the default bit for bit: `rows-ahead`
-has rows of down made by warps of their own while gate and up go on; `all-multiply` has that, and all warps but one
-multiply in down. The line after a window names the winner.
 Weights are random; four sets take turns; distinct experts are counted in this run. A sample is one graph of eight
 windows, divided by eight.
 """
@@ -16,14 +13,13 @@ windows, divided by eight.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from variants import fields, verdict
+from variants import verdict
 
 from lowlat.bench.arms.torch_step import capture, time_cuda
 from lowlat.bench.ceiling import measure_ceiling
@@ -35,10 +31,6 @@ from lowlat_nvidia.deepseek_v4.experts_plan import MAX_ROWS, ExpertsPlan
 
 SETS, PASSES = 4, 2
 DEFAULT = "lowlat-nvidia"
-FORMS: dict[str, dict[str, Any]] = {
-    f"{DEFAULT} rows-ahead": {"rows_ahead": True},
-    f"{DEFAULT} all-multiply": {"rows_ahead": True, "all_multiply": True},
-}
 
 
 class Twin:
@@ -95,36 +87,25 @@ class Twin:
         self.mixture.run(self.x_RH)
 
 
-def compare(forms: dict[str, list[Twin]], sets: list[Any], inputs: list[torch.Tensor]) -> None:
-    """Both ways of each form against the reference, and the bits of all that choose by themselves."""
-    for number, ((mixture, weights), x) in enumerate(zip(sets, inputs, strict=True)):
+def compare(twins: list[Twin], sets: list[Any], inputs: list[torch.Tensor]) -> None:
+    """Both ways against the reference."""
+    for twin, (mixture, weights), x in zip(twins, sets, inputs, strict=True):
         plan = mixture.plan
         chosen = reference.choose(x.float() @ mixture.gate.float().T, mixture.bias, plan.top, plan.scaling)
         expected = reference.routed(x, weights, *chosen, plan.limit)
-        found = {}
-        for name, twins in forms.items():
-            for run in (twins[number].run, twins[number].overlapped):
-                mixture.out_RH.fill_(float("nan"))
-                mixture.parts.fill_(float("nan"))
-                run()
-                found[name] = mixture.out_RH[: len(x)].clone()
-                distance = ((found[name] - expected).norm() / expected.norm()).item()
-                assert distance < 1e-2, f"{name} is {distance} from the reference"
-            assert torch.equal(found[name], found[DEFAULT]), f"{name} has other bits than the default"
+        for run in (twin.run, twin.overlapped):
+            mixture.out_RH.fill_(float("nan"))
+            run()
+            distance = ((mixture.out_RH[: len(x)] - expected).norm() / expected.norm()).item()
+            assert distance < 1e-2, f"an arm is {distance} from the reference"
         mixture.check()
 
 
-def measure(
-    plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling: float, changes: dict[str, dict[str, Any]]
-) -> list[Row]:
+def measure(plan: ExpertsPlan, sets: list[Any], rows: int, rounds: int, ceiling: float) -> list[Row]:
     """Rows of one number of rows."""
     inputs = [torch.randn(rows, plan.hidden, device="cuda").bfloat16() for _ in sets]
     twins = [Twin(mixture, x) for (mixture, _), x in zip(sets, inputs, strict=True)]
-    forms = {DEFAULT: twins}
-    for name, changed in changes.items():
-        made = dataclasses.replace(plan, **changed)
-        forms[name] = [Twin(mixture.with_plan(made), x) for (mixture, _), x in zip(sets, inputs, strict=True)]
-    compare(forms, sets, inputs)
+    compare(twins, sets, inputs)
     distinct = sum(int(twin.listed[0]) for twin in twins) / len(twins)
     first, second = distinct * plan.first_bytes, distinct * plan.second_bytes
     gate = plan.experts * plan.hidden * 2
@@ -139,13 +120,13 @@ def measure(
         "mixture": (
             first + second + gate,
             {
-                **{name: [twin.overlapped for twin in made] for name, made in forms.items()},
+                DEFAULT: [twin.overlapped for twin in twins],
                 "torch-eager-graph": [twin.run for twin in twins],
             },
         ),
         "products": (
             first + second,
-            {name: [twin.products for twin in made] for name, made in forms.items()},
+            {DEFAULT: [twin.products for twin in twins]},
         ),
     }
     found = []
@@ -162,11 +143,11 @@ def measure(
             row = row_from_samples(
                 measured.samples(arm), metric="step_us", rows=rows, dtype="fp4",
                 tp=4, bytes=int(size), read_ceiling_tb_s=ceiling, details={"distinct_experts": distinct},
-                note=f"one GPU's part of TP 4; {SETS} weight sets in turn", **fields(arm, f"experts-{name}"),
+                note=f"one GPU's part of TP 4; {SETS} weight sets in turn", arm=arm, workload=f"experts-{name}",
             )  # fmt: skip
             found.append(row)
             print(
-                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:26} {row.median:7.1f}"
+                f"{rows} rows, {distinct:.1f} experts, {name:9} {arm:17} {row.median:7.1f}"
                 f" [{row.low:.1f}, {row.high:.1f}] us, {row.ceiling_fraction:.2f} of the ceiling",
                 flush=True,
             )
@@ -183,7 +164,6 @@ def main() -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="6,1,8")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--forms", action="store_true", help="with forms of the plan beside the default")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result; default: benchmarks/results")
     got = parser.parse_args()
     folder = check_folder(got.results)
@@ -197,7 +177,7 @@ def main() -> Path:
     print(f"read ceiling {ceiling.tb_s} TB/s", flush=True)
     result = new_result("expert-window", simulated=Simulated(weights=True), read_ceiling_tb_s=ceiling.tb_s, gpus=1)
     for rows in (int(text) for text in got.rows.split(",")):
-        result.rows += measure(plan, sets, rows, got.rounds, ceiling.tb_s, FORMS if got.forms else {})
+        result.rows += measure(plan, sets, rows, got.rounds, ceiling.tb_s)
     path = save(result, folder)
     print(path)
     return path

@@ -4,8 +4,7 @@ overlap included."""
 from __future__ import annotations
 
 import copy
-import dataclasses
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,36 +18,30 @@ pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x8
 # in float16, and values that these move by a step of FP8.
 BOUND = 8e-3
 PLAN = chains.ChainPlan(hidden=256, latent=256, groups=4, group_outputs=64)
-PAIRS = dataclasses.replace(PLAN, group_cluster=2)
 
 
 class EmulatedChain(chains.AttentionChain):
     """Launches are kept until `finish`, so that kernels of several regions overlap."""
 
-    def __init__(self, plan: chains.ChainPlan, weights: chains.ChainWeights, kernels: machine.Machine) -> None:
+    def __init__(self, weights: chains.ChainWeights, kernels: machine.Machine) -> None:
         self.machine, self.weights = kernels, weights
-        super().__init__(plan, weights)
+        super().__init__(PLAN, weights)
 
     def finish(self) -> None:
         self.machine.finish(chains.THREADS)
         self.check()
 
 
-def make_chain(plan: chains.ChainPlan, folder: Path) -> EmulatedChain:
-    """With the same weights for every plan."""
-    kernels = machine.Machine(machine.build(machine.CHAIN, plan.definitions(), folder))
-    last = (3, plan.group_cluster)
-    numbers = {"down": (0, 4), "up": (1, 1), "attend": (2, 8), "group": last, "group_beside": last}
-    functions = {name: machine.EmulatedFunction(kernels, *numbers[name], size) for name, size in plan.shared().items()}
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedChain]:
+    kernels = machine.Machine(machine.build(machine.CHAIN, PLAN.definitions(), tmp_path_factory.mktemp("chain")))
+    shared = PLAN.shared()
+    numbers = {"down": (0, 4), "up": (1, 1), "attend": (2, 8), "group": (3, 4), "group_beside": (3, 4)}
+    functions = {name: machine.EmulatedFunction(kernels, *numbers[name], size) for name, size in shared.items()}
     torch.manual_seed(7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chains, "_kernels", lambda plan, device: functions)
-        return EmulatedChain(plan, reference.random_weights(PLAN, "cpu"), kernels)
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> EmulatedChain:
-    return make_chain(PLAN, tmp_path_factory.mktemp("chain"))
+        yield EmulatedChain(reference.random_weights(PLAN, "cpu"), kernels)
 
 
 @pytest.mark.parametrize(
@@ -87,19 +80,3 @@ def test_regions_that_follow_each_other_do_not_mix(chain: EmulatedChain) -> None
     chain.finish()
     for mine, theirs in zip(together, alone, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_pairs_of_blocks_of_the_last_kernel_have_the_bits_of_fours(chain: EmulatedChain, tmp_path: Path) -> None:
-    pairs = make_chain(PAIRS, tmp_path)
-    assert pairs.launches(1)["group"] * 2 == chain.launches(1)["group"]
-    for rows in (1, 3):
-        inputs = reference.random_inputs(PLAN, rows, "cpu")
-        found = []
-        for one in (chain, pairs):
-            one.out_RO.fill_(float("nan"))
-            theirs = copy.deepcopy(inputs)  # the step's keys are written into them
-            out = one.run(theirs, 1)
-            one.finish()
-            found.append(out.clone())
-        assert found[0].isfinite().all()
-        assert torch.equal(*found)

@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 PLANS = {
     "headline": ChainPlan(),
     "small": ChainPlan(hidden=1024, latent=256, groups=2, group_outputs=128),
-    "pairs": ChainPlan(group_cluster=2),
 }
 # FP8 quantisation of what comes between turns a last bit into a step of 1/16 for single values; relative to the norm.
 # With few keys values take such steps together: test_nvidia_chain_numerics.py derives both bounds.

@@ -22,7 +22,7 @@ def test_weights_lie_as_the_matrix_instruction_reads_them():
 
 def test_plans():
     assert ChainPlan().weight_bytes == 1280 * 5120 + 512 * 5120 + 8192 * 1280 + 2048 * 4096
-    for wrong in ({"hidden": 5000}, {"latent": 100}, {"groups": 3}, {"group_cluster": 3}):
+    for wrong in ({"hidden": 5000}, {"latent": 100}, {"groups": 3}):
         with pytest.raises(ValueError, match=next(iter(wrong)).rstrip("s")):
             ChainPlan(**wrong)
 
@@ -58,21 +58,11 @@ def test_kernels_of_two_stages_fit_one_multiprocessor():
         assert shared[first] + shared[second] + 2 * 1024 <= available, (first, second)
 
 
-def test_kernels_beside_pairs_of_the_grouped_projection_share_the_other_multiprocessors():
-    shared, available = ChainPlan(group_cluster=2).shared(), 228 * 1024
-    assert shared["group"] + 1024 <= available
-    for first, second in (("down", "down"), ("up", "up"), ("down", "attend")):
-        assert shared[first] + shared[second] + 2 * 1024 <= available, (first, second)
-
-
-@pytest.mark.parametrize("cluster", [4, 2])
-def test_registers_hold_two_kernels_at_once(cluster):
+def test_registers_hold_two_kernels_at_once():
     pytest.importorskip("cuda.bindings.nvrtc")
     from lowlat_nvidia.jit import compile_cubin
 
-    _, log = compile_cubin(
-        "attention_chain.cu", ChainPlan(group_cluster=cluster).definitions(), cache=False, verbose=True
-    )
+    _, log = compile_cubin("attention_chain.cu", ChainPlan().definitions(), cache=False, verbose=True)
     names = re.findall(r"Compiling entry function '(\w+)'", log)
     spilled = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
     registers = [(int(found) + 7) // 8 * 8 for found in re.findall(r"Used (\d+) registers", log)]

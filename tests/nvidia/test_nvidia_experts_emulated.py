@@ -16,9 +16,6 @@ from lowlat_nvidia.deepseek_v4.experts_plan import ExpertsPlan
 pytestmark = pytest.mark.skipif(not machine.available(), reason="needs g++ on x86-64")
 PLAN = ExpertsPlan(hidden=1024, inner=64, experts=32, top=2, multiprocessors=22)
 LARGER = dataclasses.replace(PLAN, inner=256, multiprocessors=23)
-UNEVEN = dataclasses.replace(
-    PLAN, inner=576
-)  # with eight rows: enough of down that blocks of the last experts get less
 
 
 class EmulatedProducts(machine.OneAtATime):
@@ -64,27 +61,3 @@ def test_the_products_are_right_on_a_cpu(
         out = (mixture.parts[:rows] * shares[..., None]).sum(1)
         expected = experts_reference.routed(x, weights, chosen, shares, plan.limit)
         assert ((out - expected).norm() / expected.norm()).item() < 4e-3
-
-
-def test_rows_made_ahead_have_the_bits_of_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plan = UNEVEN
-    torch.manual_seed(5)
-    weights = experts_reference.random_experts(plan.experts, plan.hidden, plan.inner, "cpu")
-    gate = (torch.randn(plan.experts, plan.hidden) / plan.hidden**0.5).bfloat16()
-    bias, x = torch.randn(plan.experts) * 0.1, torch.randn(8, plan.hidden).bfloat16()
-    ahead = dataclasses.replace(plan, rows_ahead=True)
-    found = []
-    for made in (plan, ahead, dataclasses.replace(ahead, all_multiply=True)):
-        emulate(made, monkeypatch, tmp_path)
-        mixture = experts.RoutedExperts(made, gate, bias, weights)
-        for rows in (8, 1):
-            mixture.logits_RE[:rows] = x[:rows].float() @ gate.float().T
-            mixture.parts.fill_(float("nan"))
-            mixture.products(mixture.parameters(x[:rows]), 1)
-            mixture.check()
-            found.append(mixture.parts[:rows].clone())
-        assert mixture.chosen_RT.unique().numel() * 64 * 9 >= (16 + 240 + 1) * plan.multiprocessors, "see share_work"
-    assert found[0].isfinite().all()
-    for form in (2, 4):
-        assert torch.equal(found[form], found[0])
-        assert torch.equal(found[form + 1], found[1])

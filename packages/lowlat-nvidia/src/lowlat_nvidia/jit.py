@@ -201,21 +201,5 @@ class Function:
             found[name] = value
         return found
 
-    def clusters_at_once(self, blocks: int, threads: int) -> int:
-        """How many clusters of `blocks` an otherwise empty GPU runs together."""
-        driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = self._shared
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = attribute.value.clusterDim
-        size.x, size.y, size.z = blocks, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
-        error, clusters = driver.cuOccupancyMaxActiveClusters(self._function, config)
-        _check(driver, error, "asking how many clusters run at once")
-        return int(clusters)
-
     def close(self) -> None:
         self._driver.cuModuleUnload(self._module)

@@ -52,7 +52,7 @@ extern "C" __global__ void __cluster_dims__(4) __launch_bounds__(THREADS, 2) dow
   shared_for_matrices();
   __syncthreads();
   stamp(p, 0, 3);
-  float sum[Down::SUMS][4];
+  float sum[4];
   Down::multiply(p, s, sum);
   stamp(p, 0, 4);
   Down::join_cluster(p, s, rank, sum, [&](int row, int output, u32 pair) {
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) up_project(const Chain 
   shared_for_matrices();
   __syncthreads();
   stamp(p, 1, 3);
-  float sum[Up::SUMS][4];
+  float sum[4];
   Up::multiply(p, s, sum);
   stamp(p, 1, 4);
   Up::join(s, sum, [&](int row, int output, u32 pair) {
@@ -133,7 +133,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS_A_ROW) __launch_bounds__(THRE
   wait_for_earlier_kernel();
 }
 
-using Grouped = Product<GROUP_INPUTS / GROUP_CLUSTER, GROUP_CLUSTER>;
+using Grouped = Product<GROUP_INPUTS / 4, 4>;
 static_assert(sizeof(Grouped::Shared) <= GROUP_BESIDE_SHARED, "shared memory");
 DEV void empty_words(const Chain& p) {
   constexpr int QUERY = HEADS * DIM * 2 / 16, KEY = LATENT * 2 / 16;
@@ -141,11 +141,11 @@ DEV void empty_words(const Chain& p) {
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < p.rows * (QUERY + KEY); i += gridDim.x * THREADS)
     *(uint4*)(i < p.rows * QUERY ? p.query + i * 16 : p.latent + (i - p.rows * QUERY) * 16) = empty;
 }
-extern "C" __global__ void __cluster_dims__(GROUP_CLUSTER) __launch_bounds__(THREADS, 2) group_project(const Chain p) {
+extern "C" __global__ void __cluster_dims__(4) __launch_bounds__(THREADS, 2) group_project(const Chain p) {
   Grouped::Shared& s = *(Grouped::Shared*)dynamic_shared();
-  constexpr int INPUTS = GROUP_INPUTS / GROUP_CLUSTER, PLACES = THREADS / MAX_ROWS, PASSES = INPUTS / 16 / PLACES;
+  constexpr int INPUTS = GROUP_INPUTS / 4, PLACES = THREADS / MAX_ROWS, PASSES = INPUTS / 16 / PLACES;
   constexpr int SCALES = (INPUTS / GROUP + PLACES - 1) / PLACES, LAST = INPUTS / GROUP - 1;
-  const int thread = threadIdx.x, tile = blockIdx.x / GROUP_CLUSTER, rank = cluster_rank();
+  const int thread = threadIdx.x, tile = blockIdx.x / 4, rank = cluster_rank();
   const int first = tile * TILE / GROUP_OUTPUTS * GROUP_INPUTS + rank * INPUTS;  // of a row's inputs
   stamp(p, 3, 0);
   let_next_kernel_start();
@@ -173,7 +173,7 @@ extern "C" __global__ void __cluster_dims__(GROUP_CLUSTER) __launch_bounds__(THR
   __syncthreads();
   stamp(p, 3, 2);
   empty_words(p);
-  float sum[Grouped::SUMS][4];
+  float sum[4];
   Grouped::multiply(p, s, sum);
   stamp(p, 3, 3);
   Grouped::join_cluster(p, s, rank, sum, [&](int row, int output, u32 pair) {

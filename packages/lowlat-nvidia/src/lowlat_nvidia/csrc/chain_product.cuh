@@ -14,15 +14,13 @@ __host__ __device__ constexpr int batch_of(int each) {
 template <int INPUTS, int BLOCKS>  // inputs of a block; blocks of a cluster, which share the inputs of a tile
 struct Product {
   static constexpr int COUNT = INPUTS / GROUP, EACH = COUNT / 2;  // groups of inputs, of the block and of four warps
-  // Eight sums of a tile over as many parts of its inputs, in whatever number of blocks: the same bits.
-  static constexpr int SUMS = BLOCKS == 2 ? 2 : 1;  // of four warps
-  static constexpr int BATCH = batch_of(EACH / SUMS), BATCHES = EACH / BATCH, OWN = TILE / BLOCKS;
-  static_assert(INPUTS % (64 * SUMS) == 0 && (BLOCKS == 1 || BLOCKS == 2 || BLOCKS == 4), "sizes");
+  static constexpr int BATCH = batch_of(EACH), BATCHES = EACH / BATCH, OWN = TILE / BLOCKS;
+  static_assert(INPUTS % 64 == 0 && (BLOCKS == 1 || BLOCKS == 4), "sizes");
   struct Shared {
     alignas(128) u8 weights[COUNT * GROUP_BYTES];
     alignas(128) u8 rows[COUNT * ROWS_BYTES];  // [group][half of its inputs][row][16]
     float row_scales[COUNT][MAX_ROWS], scales[2][COUNT];
-    alignas(16) float parts[2 * BLOCKS * SUMS][MAX_ROWS * (BLOCKS == 1 ? TILE + 4 : OWN)];
+    alignas(16) float parts[2 * BLOCKS][MAX_ROWS * (BLOCKS == 1 ? TILE + 4 : OWN)];
     u64 loaded[2 * BATCHES], joined;
   };
 
@@ -54,9 +52,8 @@ struct Product {
         make_uint2(rounded_fp8(v[0], v[1], v[2], v[3], power), rounded_fp8(v[4], v[5], v[6], v[7], power));
     if (chunk % 4 == 0) s.row_scales[chunk / 4][row] = power_value(power);
   }
-  // This thread's sums over its half of the inputs, or over both halves of that: outputs 16 w + g and 8 more, rows 2q and
-  // 2q + 1 (w: warp of four).
-  static DEV_MEMBER void multiply(const Chain& p, Shared& s, float (&sums)[SUMS][4]) {
+  // This thread's sums over its half of the inputs: outputs 16 w + g and 8 more, rows 2q and 2q + 1 (w: warp of four).
+  static DEV_MEMBER void multiply(const Chain& p, Shared& s, float (&sum)[4]) {
     const int thread = threadIdx.x, warp = thread / 32 % 4, q = thread % 4;
     const int half = __shfl_sync(~0u, thread / 128, 0);  // in a uniform register, as operands are
     const u64 a = operand(shared_address(s.weights + half * EACH * GROUP_BYTES), 1024);
@@ -68,8 +65,7 @@ struct Product {
         multiply_group(d[batch % 2][i], a + (batch * BATCH + i) * (GROUP_BYTES >> 4), b + (batch * BATCH + i) * (ROWS_BYTES >> 4));
       multiply_commit();
     };
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0;
+    sum[0] = sum[1] = sum[2] = sum[3] = 0;
     for (int batch = 0; batch < BATCHES; batch++) wait_for_copy(p, shared_address(&s.loaded[batch * 2 + half]));
     __syncwarp();
     multiply_begin();
@@ -88,18 +84,17 @@ struct Product {
         const float scale = s.scales[warp / 2][group];
         const float2 units = *(const float2*)&s.row_scales[group][q * 2];
         const float low = units.x * scale, high = units.y * scale;
-        float *v = d[batch % 2][i], *sum = sums[batch / (BATCHES / SUMS)];
+        float* v = d[batch % 2][i];
         sum[0] += v[0] * low, sum[1] += v[1] * high, sum[2] += v[2] * low, sum[3] += v[3] * high;
       }
     }
   }
   // All sums of a block's tile meet: store(row, output, pair) gets two neighbouring outputs.
   template <class Store>
-  static DEV_MEMBER void join(Shared& s, const float (&sums)[SUMS][4], Store store) {
+  static DEV_MEMBER void join(Shared& s, const float (&sum)[4], Store store) {
     static_assert(BLOCKS == 1, "alone");
     const int thread = threadIdx.x, half = thread / 128, warp = thread / 32 % 4, g = thread % 32 / 4, q = thread % 4;
     float* to = s.parts[half] + q * 2 * (TILE + 4) + warp * 16 + g;
-    const float* sum = sums[0];
     to[0] = sum[0], to[TILE + 4] = sum[1], to[8] = sum[2], to[TILE + 4 + 8] = sum[3];
     __syncthreads();
     const int row = thread / 32, output = thread % 32 * 2;
@@ -107,28 +102,22 @@ struct Product {
     const float2 b = *(const float2*)(s.parts[1] + row * (TILE + 4) + output);
     store(row, output, bf_pair(a.x + b.x, a.y + b.y));
   }
-  // The same over a cluster: each block gets as many outputs of all, which one warp of four has, or two. All blocks of the
-  // cluster have begun: cluster_wait after start, before the inputs are waited for, when it costs nothing.
+  // The same over a cluster: block b gets outputs 16b .. 16b + 15 of all, which are its warps' b. All blocks of the cluster
+  // have begun: cluster_wait after start, before the inputs are waited for, when it costs nothing.
   template <class Store>
-  static DEV_MEMBER void join_cluster(const Chain& p, Shared& s, u32 rank, const float (&sums)[SUMS][4], Store store) {
-    static_assert(BLOCKS > 1, "a cluster");
-    constexpr int SENDERS = OWN / 16;  // warps of four whose outputs a block gets
+  static DEV_MEMBER void join_cluster(const Chain& p, Shared& s, u32 rank, const float (&sum)[4], Store store) {
+    static_assert(BLOCKS == 4 && OWN == 16, "four");
     const int thread = threadIdx.x, half = thread / 128, warp = thread / 32 % 4, g = thread % 32 / 4, q = thread % 4;
-    const int place = (warp % SENDERS * 16 + g) * MAX_ROWS + q * 2;
-    const u32 to = address_in_block(shared_address(s.parts[(rank * 2 + half) * SUMS] + place), warp / SENDERS);
-    const u32 barrier = address_in_block(shared_address(&s.joined), warp / SENDERS);
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) {
-      const u32 there = to + i * sizeof(s.parts[0]);
-      send(there, sums[i][0], sums[i][1], barrier);
-      send(there + 8 * MAX_ROWS * 4, sums[i][2], sums[i][3], barrier);
-    }
+    const u32 to = address_in_block(shared_address(s.parts[rank * 2 + half] + g * MAX_ROWS + q * 2), warp);
+    const u32 barrier = address_in_block(shared_address(&s.joined), warp);
+    send(to, sum[0], sum[1], barrier);
+    send(to + 8 * MAX_ROWS * 4, sum[2], sum[3], barrier);
     if (thread >= OWN * MAX_ROWS) return;
     wait_for_copy(p, shared_address(&s.joined));
     __syncwarp();
     float total = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * BLOCKS * SUMS; i++) total += s.parts[i][thread];
+    for (int i = 0; i < 2 * BLOCKS; i++) total += s.parts[i][thread];
     const int output = thread / MAX_ROWS, row = thread % MAX_ROWS;
     const float next = __shfl_down_sync(~0u, total, MAX_ROWS);
     if (output % 2 == 0) store(row, rank * OWN + output, bf_pair(total, next));

@@ -55,16 +55,11 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) expert_router(const
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const Params p) {
   Shared& s = *(Shared*)dynamic_shared();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  constexpr int WHOLE = PAGES + 2 * PLACES, TAKEN = WHOLE + BUFFERS, READY = TAKEN + BUFFERS, BARRIERS = READY + 2 * ROWS_AHEAD;
+  constexpr int WHOLE = PAGES + 2 * PLACES, TAKEN = WHOLE + BUFFERS, BARRIERS = TAKEN + BUFFERS;
   if (thread < BARRIERS) {
-    const int arrivals = thread >= READY ? PREPARERS : thread >= WHOLE && thread < TAKEN ? WARPS : 1;
-    barrier_init(shared_address(s.full + thread), arrivals);
+    barrier_init(shared_address(s.full + thread), thread >= WHOLE && thread < TAKEN ? WARPS : 1);
     barriers_ready();
   }
-#if ROWS_AHEAD
-  if (thread < FINISHERS) s.finished[thread] = -1;
-  if (thread == 0) s.claimed = 0;
-#endif
   Rows rows;
   if (!p.listed) fetch_rows(p, rows, warp, lane);  // the router has them, too: they come while it runs
   wait_for_earlier_kernel();
@@ -84,30 +79,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_products(const 
   const bool down = p.phases > 1 && work.second < work.second_end;
   const int first_slot = work.second / SECOND_TILES, slots = (work.second_end - 1) / SECOND_TILES - first_slot + 1;
   if (warp >= WARPS) {
-    give_registers<HELPER_REGISTERS>();
-    if (!ROWS_AHEAD || warp < WARPS + FINISHERS) finish_first(p, s, work, warp - WARPS, lane, policy, epoch);
-#if ROWS_AHEAD
-    else if (down) prepare_rows(p, s, work, first_slot, slots, warp - WARPS - FINISHERS, lane, epoch);
-#else
+    give_registers<64>();
+    finish_first(p, s, work, warp - WARPS, lane, policy, epoch);
     if (down) named_arrive(2, THREADS);
-#endif
     if (down && warp == WARPS) refill_second(p, s, work, lane, policy);
-#if ALL_MULTIPLY
-    else if (down) multiply_second<1, true>(p, s, work, first_slot, claim_tile(s, lane), lane);
-#endif
   } else {
-    take_registers<REGISTERS>();
-    quantise_rows(s, rows, warp, lane);
+    take_registers<104>();
+    quantise_rows(rows, lane);
     multiply_first(p, s, rows, work, warp, lane);
-#if ROWS_AHEAD
-    const Work again = share_work(s.choice.count);  // found again: gate and up have no registers for it
-    if (p.phases > 1 && again.second < again.second_end)
-      multiply_second<PAIRS_AHEAD, ALL_MULTIPLY>(p, s, again, again.second / SECOND_TILES, warp, lane);
-#else
     if (!down) return;
     take_activations(p, s, first_slot, slots, warp, lane, epoch);
-    multiply_second<PAIRS_AHEAD, false>(p, s, work, first_slot, warp, lane);
-#endif
+    multiply_second(p, s, work, first_slot, warp, lane);
   }
 }
 

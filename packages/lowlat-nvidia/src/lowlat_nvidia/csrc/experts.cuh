@@ -6,9 +6,7 @@
 #include "quantised.cuh"
 
 constexpr int WARPS = 16, FINISHERS = 4;  // warps that multiply, and those that sum, publish and fill pages
-constexpr int PREPARERS = ROWS_AHEAD ? 4 : 0;  // that make rows of down while gate and up go on
-constexpr int ALL_WARPS = WARPS + FINISHERS + PREPARERS, THREADS = 32 * ALL_WARPS;
-constexpr int REGISTERS = ROWS_AHEAD ? 88 : 104, HELPER_REGISTERS = 64;
+constexpr int ALL_WARPS = WARPS + FINISHERS, THREADS = 32 * ALL_WARPS;
 constexpr int PAIR_BYTES = 512, PAIR_SCALES = 32;  // two groups of 16 output rows: 8 bytes a lane and group
 constexpr int PAIR_ALL = PAIR_BYTES + PAIR_SCALES;
 constexpr float FP4_TO_HALF = 16384.f;  // what an e2m1 is worth over the float16 with the same bits
@@ -73,8 +71,7 @@ DEV void choose_row(const Params& p, Choice& c, const float2* scores, int row, i
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       if (i * 32 + lane == winner) value = score[i], key[i] = 0;
-    if (ROWS_AHEAD) value = scores[row * EXPERTS + winner].x;  // rows in registers leave few for scores
-    else value = __shfl_sync(~0u, value, winner % 32);
+    value = __shfl_sync(~0u, value, winner % 32);
     total += value;
     if (lane == 0) {
       c.chosen[row][k] = winner;

@@ -6,9 +6,7 @@
 // A warp's share of the rows, which it keeps in registers, and what its sums are worth for rows 2q and 2q + 1.
 struct Rows {
   uint4 x[2 * FIRST_PAIRS];
-#if !ROWS_AHEAD
   float even, odd;
-#endif
 };
 DEV void fetch_rows(const Params& p, Rows& rows, int warp, int lane) {
 #pragma unroll
@@ -17,15 +15,10 @@ DEV void fetch_rows(const Params& p, Rows& rows, int warp, int lane) {
     rows.x[i] = warp < WARPS && lane / 4 < p.rows ? *(const uint4*)(p.hidden + place * 2) : make_uint4(0, 0, 0, 0);
   }
 }
-DEV void quantise_rows(Shared& s, Rows& rows, int warp, int lane) {
+DEV void quantise_rows(Rows& rows, int lane) {
   const u32 unit = quantise_share<2 * FIRST_PAIRS>(rows.x, [&](int i, float(&v)[8]) { unpack_bf16(rows.x[i], v); });
-#if ROWS_AHEAD
-  if (lane % 4 == 0) s.first_units[warp][lane / 4] = FP4_TO_HALF * power_value(unit);
-  __syncwarp();
-#else
   rows.even = FP4_TO_HALF * power_value(__shfl_sync(~0u, unit, lane % 4 * 8));
   rows.odd = FP4_TO_HALF * power_value(__shfl_sync(~0u, unit, lane % 4 * 8 + 4));
-#endif
 }
 // One warp sums a tile over all warps, applies the activation and publishes. Lane: output lane / 2, four rows; outputs 8
 // to 15 are ups. Both halves of the warp take two rows each of what the other has loaded.
@@ -69,7 +62,6 @@ DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work
     if (work.firsts) load(i);
 #pragma unroll 1
   for (int k = 0; k < work.firsts; k++) {
-    if (ROWS_AHEAD) forget(warp);  // nothing that is made of it keeps a register
     const int buffer = k % BUFFERS;
     const bool more = k + 1 < work.firsts;
     float sum[4] = {0, 0, 0, 0};
@@ -83,13 +75,8 @@ DEV void multiply_first(const Params& p, Shared& s, const Rows& rows, const Work
     }
     if (k >= BUFFERS) wait_for(p, &s.taken[buffer], (k / BUFFERS - 1) & 1, 4);
     float* to = s.parts[buffer][warp] + lane / 4 * MAX_ROWS + lane % 4 * 2;
-#if ROWS_AHEAD
-    const float2 unit = *(const float2*)&s.first_units[warp][lane % 4 * 2];
-#else
-    const float2 unit = make_float2(rows.even, rows.odd);
-#endif
-    *(float2*)to = make_float2(sum[0] * unit.x, sum[1] * unit.y);
-    *(float2*)(to + 8 * MAX_ROWS) = make_float2(sum[2] * unit.x, sum[3] * unit.y);
+    *(float2*)to = make_float2(sum[0] * rows.even, sum[1] * rows.odd);
+    *(float2*)(to + 8 * MAX_ROWS) = make_float2(sum[2] * rows.even, sum[3] * rows.odd);
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&s.whole[buffer]));
   }
@@ -111,8 +98,5 @@ DEV void finish_first(const Params& p, Shared& s, const Work& work, int turn, in
         fill_page(p, s, work, tile * PARTS_PAGES + PAGES + lane / PAGE_TILES, lane % PAGE_TILES, policy);
     __syncwarp();
     activate(p, s, k % BUFFERS, lane, first_item(k), epoch);
-#if ROWS_AHEAD
-    if (lane == 0) *(volatile int*)&s.finished[turn] = k;
-#endif
   }
 }

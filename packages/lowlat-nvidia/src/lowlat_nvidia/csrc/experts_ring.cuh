@@ -9,7 +9,7 @@ constexpr int PAGE_PARTS = 8, PARTS_PAGES = WARPS / PAGE_PARTS;  // parts of a p
 // Down: a warp takes tiles of 16 outputs over all inputs.
 constexpr int SECOND_PAIRS = INNER / 64, SECOND_TILES = HIDDEN / 16, SECOND_TILE = SECOND_PAIRS * PAIR_ALL;
 constexpr int PAGE_TILES = 4;  // tiles of a page
-constexpr int PAIRS_AHEAD = SECOND_PAIRS % 3 == 0 ? 3 : SECOND_PAIRS % 2 == 0 ? 2 : 1;  // that a warp of down has loaded
+constexpr int DEPTH = SECOND_PAIRS % 3 == 0 ? 3 : SECOND_PAIRS % 2 == 0 ? 2 : 1;  // pairs that a warp has loaded ahead
 constexpr int PLACES = PAGES * PAGE_TILES, BUFFERS = 4;  // of tiles of down; of a tile's partial sums
 constexpr int PAGE = PAGE_PARTS * FIRST_PART > PAGE_TILES * SECOND_TILE ? PAGE_PARTS * FIRST_PART : PAGE_TILES * SECOND_TILE;
 static_assert(PLACES <= 32 && PARTS_PAGES * PAGE_TILES <= 32 && PAGES / 2 <= 2 * PARTS_PAGES, "a lane fills a place");
@@ -17,30 +17,17 @@ static_assert(HIDDEN % (64 * WARPS) == 0 && INNER % 64 == 0, "sizes");
 
 constexpr int GROUPS = INNER / GROUP;  // of a row of down
 struct Shared {
-#if ROWS_AHEAD
-  alignas(16) uint4 rows[2][GROUPS][32];  // down: a block's outputs come from at most two experts
-#endif
   union {
     alignas(16) float parts[BUFFERS][WARPS][16 * MAX_ROWS];  // gate and up
-#if !ROWS_AHEAD
     alignas(16) uint4 rows[2][GROUPS][32];                   // down: a block's outputs come from at most two experts
-#endif
     float2 scores[MAX_ROWS * EXPERTS];                       // before both
   };
-#if ROWS_AHEAD
-  u32 powers[2 * GROUPS][MAX_ROWS];              // of the groups' scales
-  alignas(8) float first_units[WARPS][MAX_ROWS];  // what a warp's sums of gate and up are worth, for which it has no registers
-  int finished[FINISHERS], claimed;  // tiles of gate and up that each finisher has published last; tiles of down begun
-#endif
   u32 most[2][WARPS][MAX_ROWS];
   float units[2][MAX_ROWS];
   Choice choice;
   // Barriers: pages of gate and up and tiles of down that have come, tiles of down that have been read, partial sums that
-  // are there, and that have been taken; with ROWS_AHEAD, rows of down of each expert.
+  // are there, and that have been taken.
   u64 full[PAGES], tiles[PLACES], empty[PLACES], whole[BUFFERS], taken[BUFFERS];
-#if ROWS_AHEAD
-  u64 ready[2];
-#endif
 };
 static_assert(sizeof(Shared) <= RING, "the ring lies behind");
 // What a block does. Tiles of gate and up go round the blocks, so that all but the last experts' are done long before the
@@ -49,10 +36,7 @@ static_assert(sizeof(Shared) <= RING, "the ring lies behind");
 struct Work {
   int firsts, second, second_end;
 };
-constexpr u32 TILE = WARPS * FIRST_PAIRS;  // pairs of a tile of gate and up
-// Of the last experts' down: how many experts, and for how many pairs their blocks wait. Preparers need longer than all warps
-// together, but only blocks of the very last experts wait for all of that.
-constexpr u32 LAST = ROWS_AHEAD ? 8 : 3, WAITING = ROWS_AHEAD ? 240 : 128;
+constexpr u32 WAITING = 128, TILE = WARPS * FIRST_PAIRS;  // in pairs; pairs of a tile of gate and up
 static_assert(MAX_ROWS * TOP * (FIRST_TILES * TILE + SECOND_TILES * SECOND_PAIRS) < (1 << 23), "products fit 32 bits");
 DEV int first_item(int k) { return blockIdx.x + k * gridDim.x; }
 DEV Work share_work(u32 experts) {
@@ -61,11 +45,9 @@ DEV Work share_work(u32 experts) {
   const int firsts = each + (block < rest);
   if (pairs < (TILE + WAITING + 1) * blocks)
     return {firsts, (int)(seconds * block / blocks), (int)(seconds * (block + 1) / blocks)};
-  const u32 last = min(LAST * blocks / experts, blocks);
-  auto waits = [&](u32 b) { return ROWS_AHEAD ? b * (b + 1) / 2 * WAITING / last : b * WAITING; };  // of the first b of those
-  const u32 all = items * TILE + pairs + waits(last);
+  const u32 last = min(3 * blocks / experts, blocks), all = items * TILE + pairs + last * WAITING;
   auto before = [&](u32 b) {  // tiles of down of blocks before b
-    const u32 other = (each * b + min(b, rest)) * TILE + waits(b + last > blocks ? b + last - blocks : 0);
+    const u32 other = (each * b + min(b, rest)) * TILE + (b + last > blocks ? b + last - blocks : 0) * WAITING;
     return (int)((all * b / blocks - other) / SECOND_PAIRS);
   };
   return {firsts, before(block), before(block + 1)};

@@ -1,6 +1,6 @@
 // Down: activations of other blocks become rows of the matrix instructions, a warp has tiles of its own.
 #pragma once
-#include "experts_ahead.cuh"
+#include "experts_ring.cuh"
 
 // The activations of the experts of this block's outputs, as rows of matrix instructions. They come from other blocks.
 DEV void take_activations(const Params& p, Shared& s, int first_slot, int slots, int warp, int lane, u32 epoch) {
@@ -71,9 +71,7 @@ DEV void find_places(const Params& p, const Choice& c, int expert, int lane, int
         if (c.chosen[row][k] == expert) place[i] = row * TOP + k;
   }
 }
-// A warp begins with tile n of the block. Without CLAIMED every WARPS-th follows, with it the next that no warp has begun.
-template <int DEPTH, bool CLAIMED>
-DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first_slot, int n, int lane) {
+DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first_slot, int warp, int lane) {
   const int before = work.firsts * PARTS_PAGES;
   u32 tile = 0, rows = 0, scales[DEPTH];
   uint4 w[DEPTH], x[DEPTH][2];
@@ -81,9 +79,6 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
     const int place = n % PLACES;
     rows = shared_address(s.rows[(work.second + n) / SECOND_TILES - first_slot]) + lane * 16;
     tile = page_address(before + n / PAGE_TILES) + place % PAGE_TILES * SECOND_TILE;
-#if ROWS_AHEAD
-    wait_for(p, &s.ready[(work.second + n) / SECOND_TILES - first_slot], 0, 3);
-#endif
     wait_for(p, &s.tiles[place], n / PLACES & 1, 2);
   };
   auto load = [&](int pair, int i) {
@@ -92,14 +87,13 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
     x[i][0] = load_shared(rows + pair * 1024);
     x[i][1] = load_shared(rows + pair * 1024 + 512);
   };
-  bool more = work.second + n < work.second_end;
-  if (more) go_to(n);
+  bool more = work.second + warp < work.second_end;
+  if (more) go_to(warp);
   for (int i = 0; more && i < DEPTH; i++) load(i, i);
   int slot = -1, goes[2] = {-1, -1};
 #pragma unroll 1
-  for (int next; more; n = next) {
+  for (int n = warp; more; n += WARPS) {
     const int item = work.second + n;
-    next = n + WARPS;
     if (item / SECOND_TILES != slot) {
       slot = item / SECOND_TILES;
       find_places(p, s.choice, s.choice.experts[slot], lane, goes);
@@ -109,16 +103,14 @@ DEV void multiply_second(const Params& p, Shared& s, const Work& work, int first
     for (int pair = 0; pair < SECOND_PAIRS; pair++) {
       const int i = pair % DEPTH;
       add_pair(sum, w[i], scales[i], x[i][0], x[i][1]);
-      if (CLAIMED && pair == (SECOND_PAIRS > DEPTH ? SECOND_PAIRS - DEPTH - 1 : 0)) next = claim_tile(s, lane);
       if (pair + DEPTH == SECOND_PAIRS) {  // all of the tile has been read
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&s.empty[n % PLACES]));
-        more = (CLAIMED ? work.second + next : item + WARPS) < work.second_end;
-        if (more) go_to(CLAIMED ? next : n + WARPS);
+        more = item + WARPS < work.second_end;
+        if (more) go_to(n + WARPS);
       }
       if (pair + DEPTH < SECOND_PAIRS || more) load((pair + DEPTH) % SECOND_PAIRS, i);
     }
-    if (ROWS_AHEAD) forget(lane);
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (goes[i] >= 0) {

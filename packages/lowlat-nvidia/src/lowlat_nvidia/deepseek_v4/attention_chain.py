@@ -38,8 +38,6 @@ class ChainDeadlineError(RuntimeError):
 class ChainPlan:
     """Sizes of one GPU's part. Raises ValueError with the field that does not fit.
 
-    `group_cluster`: blocks that share a tile of the grouped projection, 4 or 2. With 2 there are half as many blocks, a
-    multiprocessor each; those of the other kernels share what is left.
     `stamps`: blocks note when their phases end, in nanoseconds.
     """
 
@@ -47,7 +45,6 @@ class ChainPlan:
     latent: int = 1280
     groups: int = 2
     group_outputs: int = 1024
-    group_cluster: int = CLUSTER
     stamps: bool = False
 
     def __post_init__(self) -> None:
@@ -57,8 +54,6 @@ class ChainPlan:
             raise ValueError(f"latent {self.latent}: a multiple of 256, at most 1536")
         if self.groups not in (1, 2, 4) or self.group_outputs % TILE:
             raise ValueError(f"{self.groups} groups of {self.group_outputs}: 1, 2 or 4, of a multiple of {TILE}")
-        if self.group_cluster not in (2, 4) or (self.group_cluster == 2 and self.groups == 1):
-            raise ValueError(f"group_cluster {self.group_cluster}: 4, or 2 with two groups or four")
 
     @property
     def group_inputs(self) -> int:
@@ -75,8 +70,7 @@ class ChainPlan:
         """Macros of the kernels."""
         return {
             "HIDDEN": self.hidden, "QUERY_LATENT": self.latent, "GROUPS": self.groups,
-            "GROUP_OUTPUTS": self.group_outputs, "GROUP_CLUSTER": self.group_cluster, "FEW_ROWS": FEW_ROWS,
-            "STAMPS": int(self.stamps),
+            "GROUP_OUTPUTS": self.group_outputs, "FEW_ROWS": FEW_ROWS, "STAMPS": int(self.stamps),
             **{f"{name.upper()}_SHARED": size for name, size in self.shared().items()},
         }  # fmt: skip
 
@@ -84,17 +78,16 @@ class ChainPlan:
         """Bytes of shared memory of a block of each kernel. A multiprocessor has 227 KB for those that overlap."""
         keys = (WINDOW + CHOSEN) // BLOCKS_A_ROW
         attend = keys * (DIM * 2 + 16) + 4 * HEADS * keys * 4 + HEADS * 176 + 1280
-        group = _product_bytes(self.group_inputs // self.group_cluster, self.group_cluster)
-        up, alone = _product_bytes(self.latent, 1), ALONE if self.group_cluster == CLUSTER else 0
+        group = _product_bytes(self.group_inputs // CLUSTER, CLUSTER)
         return {
-            "down": _product_bytes(self.hidden // CLUSTER, CLUSTER), "up": max(up, alone),
-            "attend": attend, "group": max(group, alone), "group_beside": group,
+            "down": _product_bytes(self.hidden // CLUSTER, CLUSTER), "up": max(_product_bytes(self.latent, 1), ALONE),
+            "attend": attend, "group": max(group, ALONE), "group_beside": group,
         }  # fmt: skip
 
 
 def _product_bytes(inputs: int, blocks: int) -> int:
     """Shared memory of a block that multiplies `inputs` inputs, with blocks that share a tile."""
-    parts = MAX_ROWS * 4 * (2 * (TILE + 4) if blocks == 1 else 8 * TILE // blocks)
+    parts = 2 * blocks * MAX_ROWS * (TILE + 4 if blocks == 1 else TILE // blocks) * 4
     return inputs // GROUP * (TILE * GROUP + MAX_ROWS * GROUP + MAX_ROWS * 4 + 8) + parts + 512
 
 
@@ -207,7 +200,7 @@ class AttentionChain:
         plan = self.plan
         return {
             "down": (plan.latent + DIM) // TILE * CLUSTER, "up": HEADS * DIM // TILE, "attend": rows * BLOCKS_A_ROW,
-            "group": plan.groups * plan.group_outputs // TILE * plan.group_cluster,
+            "group": plan.groups * plan.group_outputs // TILE * CLUSTER,
         }  # fmt: skip
 
     def run(self, inputs: ChainInputs, stream: int | None = None, *, early: bool = True) -> Tensor:

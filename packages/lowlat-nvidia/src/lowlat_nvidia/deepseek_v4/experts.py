@@ -5,13 +5,12 @@ Suffixes: R rows, H hidden, I inner, E experts, T experts a row.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 
 import torch
 from torch import Tensor
 
-from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, SUM_THREADS, WARPS, ExpertsPlan
+from lowlat_nvidia.deepseek_v4.experts_plan import GROUP, MAX_ROWS, SUM_THREADS, THREADS, WARPS, ExpertsPlan
 from lowlat_nvidia.deepseek_v4.experts_reference import ExpertWeights
 from lowlat_nvidia.formats import fp4_codes
 from lowlat_nvidia.jit import Function, compile_cubin
@@ -91,7 +90,11 @@ class RoutedExperts:
 
     def __init__(self, plan: ExpertsPlan, gate_EH: Tensor, bias_E: Tensor, weights: ExpertWeights) -> None:
         """`gate_EH` bfloat16, `bias_E` float32; `weights` may be given back afterwards."""
-        self._compile(plan)
+        self.plan = plan
+        cubin, self.log = compile_cubin("experts.cu", plan.definitions())
+        self._router = Function(cubin, "expert_router", 0)
+        self._products = Function(cubin, "experts_products", plan.shared_bytes)
+        self._sum = Function(cubin, "experts_sum", 0)
         device = gate_EH.device
         self.gate, self.bias = gate_EH.bfloat16().contiguous(), bias_E.float().contiguous()
         self.first = torch.empty(plan.experts, plan.first_bytes, dtype=torch.uint8, device=device)
@@ -113,19 +116,6 @@ class RoutedExperts:
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self._epochs = torch.zeros(plan.multiprocessors, dtype=torch.int32, device=device)
         self.spin_limit = DEFAULT_SPIN_LIMIT
-
-    def _compile(self, plan: ExpertsPlan) -> None:
-        self.plan = plan
-        cubin, self.log = compile_cubin("experts.cu", plan.definitions())
-        self._router = Function(cubin, "expert_router", 0)
-        self._products = Function(cubin, "experts_products", plan.shared_bytes)
-        self._sum = Function(cubin, "experts_sum", 0)
-
-    def with_plan(self, plan: ExpertsPlan) -> RoutedExperts:
-        """The same weights and buffers under another plan of the same sizes. One of the two may run at a time."""
-        other = copy.copy(self)
-        other._compile(plan)
-        return other
 
     def parameters(self, x_RH: Tensor, listed: Tensor | None = None, *, down: bool = True) -> _Params:
         """Arguments of the kernels for rows `x_RH` bfloat16. Without `down` the products end with the activations.
@@ -153,7 +143,7 @@ class RoutedExperts:
 
     def products(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
         """Choice, gate and up of all touched experts, and down."""
-        self._products.launch_early(self.plan.multiprocessors, self.plan.threads, parameters, stream, dependent=early)
+        self._products.launch_early(self.plan.multiprocessors, THREADS, parameters, stream, dependent=early)
 
     def weighted_sum(self, parameters: _Params, stream: int, *, early: bool = True) -> None:
         """Sum over a row's experts in the order of their choice."""

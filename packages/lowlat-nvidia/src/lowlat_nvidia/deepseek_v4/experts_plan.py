@@ -8,8 +8,7 @@ WARPS = 16
 """Warps that multiply; in the products of gate and up they share a tile and split its inputs."""
 FINISHERS = 4
 """Warps that sum over the others."""
-PREPARERS = 4
-"""With `rows_ahead`: warps that make rows of down."""
+THREADS = 32 * (WARPS + FINISHERS)
 SUM_THREADS = 128
 """Of a block of the weighted sum: what registers of the products leave room for on a multiprocessor."""
 MAX_ROWS = 8
@@ -39,10 +38,6 @@ class ExpertsPlan:
     """Bound of gate and up: `swiglu_limit`."""
     scaling: float = 1.5
     multiprocessors: int = 132
-    rows_ahead: bool = False
-    """Warps of their own make rows of down of activations, expert after expert, while gate and up go on."""
-    all_multiply: bool = False
-    """With `rows_ahead`: all warps but one multiply in down, and take the next tile that none has begun."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -50,7 +45,6 @@ class ExpertsPlan:
             (self.inner % 64 != 0 or self.inner > 1024, f"inner {self.inner}: a multiple of 64, at most 1024"),
             (self.experts % 32 != 0 or self.experts > 512, f"experts {self.experts}: a multiple of 32, at most 512"),
             (not 1 <= self.top <= 16, f"top {self.top}: 1 to 16"),
-            (self.all_multiply and not self.rows_ahead, "all_multiply: with rows_ahead"),
             (
                 4 * min(MAX_ROWS * self.top, self.experts) > 3 * self.multiprocessors,
                 f"top {self.top}: outputs of one of {self.multiprocessors} blocks would be of three experts",
@@ -59,11 +53,6 @@ class ExpertsPlan:
         found = [text for wrong, text in problems if wrong]
         if found:
             raise ExpertsPlanError("; ".join(found))
-
-    @property
-    def threads(self) -> int:
-        """Of a block of the products."""
-        return 32 * (WARPS + FINISHERS + (PREPARERS if self.rows_ahead else 0))
 
     @property
     def first_pairs(self) -> int:
@@ -93,12 +82,10 @@ class ExpertsPlan:
 
     @property
     def _ring_at(self) -> int:
-        sums, rows = BUFFERS * WARPS * 16 * MAX_ROWS * 4, 2 * 2 * MAX_ROWS * self.inner
-        scales = (2 * self.inner // GROUP + WARPS) * MAX_ROWS * 4
-        places = sums + rows + scales if self.rows_ahead else max(sums, rows)
+        sums = max(BUFFERS * WARPS * 16 * MAX_ROWS * 4, 2 * 2 * MAX_ROWS * self.inner)
         choice = 4 * (2 + self.experts) + 12 * MAX_ROWS * self.top
         barriers = 8 * (9 * MAX_PAGES + 2 * BUFFERS)
-        return -(-(places + 2 * (WARPS + FINISHERS) * MAX_ROWS * 4 + choice + barriers + 256) // 128) * 128
+        return -(-(sums + 2 * (WARPS + FINISHERS) * MAX_ROWS * 4 + choice + barriers + 256) // 128) * 128
 
     @property
     def pages(self) -> int:
@@ -120,6 +107,4 @@ class ExpertsPlan:
             "LIMIT": self.limit,
             "PAGES": self.pages,
             "RING": self._ring_at,
-            "ROWS_AHEAD": int(self.rows_ahead),
-            "ALL_MULTIPLY": int(self.all_multiply),
         }
