@@ -45,46 +45,16 @@ from lowlat_nvidia.dense.step import DenseStep, StepTensors, load_kernels
 from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
-DEEP_RING: dict[str, Any] = {"ring_limit": 160 * 1024, "places": 4}
 FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": ({"slots": 3}, {"slots": 8}),
-    "llama-1b": (
-        {"slots": 3},
-        {"slots": 8},
-        {"ring_limit": 160 * 1024, "units": 8, "under_way": 3},
-        {"hold": True},
-        {"stage_sums": True},
-        {"hold": True, "stage_sums": True},
-        {"hold": True, "stage_sums": True, **DEEP_RING},
-    ),
-    "qwen3-8b": (
-        {"slots": 3},
-        {"slots": 8},
-        {"hold": True},
-        {"stage_sums": True},
-        {"hold": True, "stage_sums": True},
-        {"under_way": 4, "waiting": 4},
-        {"hold": True, **DEEP_RING},
-        {"hold": True, "stage_sums": True, **DEEP_RING},
-        {"hold": True, "stage_sums": True, **DEEP_RING, "under_way": 4},
-        {"hold": True, "stage_sums": True, **DEEP_RING, "waiting": 2, "last": 2},
-    ),
+    "qwen3-0.6b": ({"slots": 3}, {"under_way": 5}),
+    "llama-1b": ({"slots": 16}, {"hold": False}),
+    "qwen3-8b": ({"slots": 36}, {"hold": False}),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": (
-        {"watch_each": True}, {"slots": 3}, {"early_pages": True}, {"row_warps": 1}, {"row_warps": 2},
-        {"row_warps": 2, "early_pages": True}, {"row_warps": 2, "watch_each": True},
-        {"row_warps": 2, "watch_each": True, "slots": 3, "early_pages": True},
-        {"row_warps": 2, "watch_each": True, "slots": 3, "early_pages": True, "under_way": 4},
-    ),
-    "llama-1b": (
-        {"under_way": 2}, {"watch_each": True}, {"slots": 3}, {"row_warps": 1}, {"row_warps": 2},
-        {"row_warps": 2, "watch_each": True, "slots": 3},
-        {"row_warps": 2, "watch_each": True, "slots": 3, "under_way": 2},
-        {"row_warps": 2, "watch_each": True, "slots": 3, "ring_limit": 128 * 1024, "units": 8, "under_way": 3},
-    ),
-    "qwen3-8b": ({"watch_each": True}, {"slots": 3}, {"watch_each": True, "slots": 3}),
-}  # fmt: skip
+    "qwen3-0.6b": ({"slots": 28}, {"row_warps": 0}, {"row_warps": 1}, {"watch_each": True}),
+    "llama-1b": ({"slots": 16}, {"row_warps": 0}, {"row_warps": 2}, {"watch_each": False}, {"under_way": 3}),
+    "qwen3-8b": ({"slots": 36}, {"watch_each": True}),
+}
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""
 
 
@@ -130,15 +100,18 @@ def sample(arms: dict[str, Arm], rounds: int, warm_seconds: float = 0.3) -> dict
 
 
 def with_plan(built: DenseStep, plan: plans.DensePlan) -> DenseStep:
-    """Another kernel, for all steps that are asked of it, on the same packed weights, and on the same buffers unless it
-    exchanges others."""
+    """Another kernel, for all steps that are asked of it, on the same packed weights, and in the exchange buffers of
+    the kernel that it stands for unless it takes more or fewer."""
     if plan.page_fragments != built.plan.page_fragments:
         raise ValueError(f"{plan} wants weights in pages of {plan.page_fragments} fragments; they are packed otherwise")
     other = copy.copy(built)
     other.plan = plan
     other.functions = load_kernels([plan])[0] * 2
-    if plan.exchange_words() != built.plan.exchange_words():
-        other.exchange = torch.full((plan.exchange_words(),), -1, dtype=torch.int32, device=built.exchange.device)
+    shared = built.exchange(1 if plan.one_row else plans.MAX_ROWS)
+    if plan.exchange_words() == len(shared):
+        other.exchanges = [shared] * 2
+    else:
+        other.exchanges = [torch.full((plan.exchange_words(),), -1, dtype=torch.int32, device=shared.device)] * 2
         other.state = torch.zeros_like(built.state)
     return other
 

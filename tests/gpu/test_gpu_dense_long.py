@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 STEPS = 10_000
 SHAPES = {
-    "heads of 64": plans.DenseShape(2, 2048, 32, 8, 64, 2048, 3001, False),
-    "query norms": plans.DenseShape(3, 1024, 16, 8, 128, 3072, 5003, True, 1e-6),
+    "heads of 64": plans.DenseShape(4, 2048, 32, 8, 64, 2048, 3001, False),
+    "query norms": plans.DenseShape(5, 1024, 16, 8, 128, 3072, 5003, True, 1e-6),
 }
 
 

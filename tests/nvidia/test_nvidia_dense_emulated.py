@@ -42,7 +42,7 @@ SHAPES = {
 DEEP = {
     "two layers": plans.DenseShape(2, 512, 4, 2, 128, 512, 300, True),
     "four layers": plans.DenseShape(4, 512, 4, 2, 128, 512, 300, True),
-    "many outputs": plans.DenseShape(2, 512, 4, 2, 128, 1536, 9000, True),
+    "four layers, heads of 64": plans.DenseShape(4, 512, 8, 2, 64, 512, 300, False),
 }
 FOUR_PAGES = {"fold": False, "ring_limit": 32 * 1024, "under_way": 3}
 
@@ -146,13 +146,14 @@ def test_the_kernel_is_right_on_a_cpu(
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "two under way": ("heads of 64", {"under_way": 2}),
-    "as wide models have it": ("heads of 128", {}),
     "not folded": ("heads of 128", {"fold": False}),
     "every sender watched": ("heads of 128", {"watch_each": True}),
-    "layers take turns": ("four layers", {"slots": 3}),
-    "a warp for each row, heads of 64": ("heads of 64", {"row_warps": 1}),
-    "and units and pages in registers early": ("two layers", {"row_warps": 2, "early_pages": True, "watch_each": True}),
-    "fewer pages under way between stages": ("two layers", FOUR_PAGES | {"waiting": 1, "last": 2}),
+    "a buffer for each layer": ("four layers", {"slots": 4}),
+    "rows take turns in attention": ("two layers", {"row_warps": 0}),
+    "units in registers later": ("two layers", {"row_warps": 1}),
+    "and earlier, heads of 64": ("heads of 64", {"row_warps": 2}),
+    "as wide models have it": ("four layers", {"wide": True}),
+    "as wide models have it, heads of 64": ("four layers, heads of 64", {"wide": True}),
 }
 
 
@@ -170,15 +171,23 @@ def same_bits(built: steps.DenseStep, other: steps.DenseStep, positions: list[li
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def two_forms(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, options: dict[str, Any]
+) -> tuple[steps.DenseStep, steps.DenseStep]:
+    """The default of a small model, and a form of it; `wide`: with all that the defaults of wide models have."""
+    built, _ = build(monkeypatch, folder, name)
+    if options.get("wide"):
+        monkeypatch.setattr(plans.DensePlan, "_narrow", False)
+    rest = {key: value for key, value in options.items() if key != "wide"}
+    return built, build(monkeypatch, folder, name, **rest)[0]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_have_the_same_bits(small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
     """As the default has, in logits and in all of the pools: requests of one row and of two, contexts of no tokens and
     of more units than the ring holds, up to eight rows."""
     name, options = FORMS[form]
-    built, _ = build(monkeypatch, tmp_path, name)
-    if form == "as wide models have it":
-        monkeypatch.setattr(plans.DensePlan, "_narrow", False)
-    other, _ = build(monkeypatch, tmp_path, name, **options)
+    built, other = two_forms(monkeypatch, tmp_path, name, options)
     eight = [[0], [1023], [700], [331], [64], [13], [16], [999]]
     for positions, page_size in (
         ([[0], [71]], 1), ([[0], [70, 71]], 1), ([[5], [900, 901], [331], [13], [16]], 16), (eight, 16), (eight[:5], 1),
@@ -189,14 +198,10 @@ def test_forms_have_the_same_bits(small_grid: None, monkeypatch: pytest.MonkeyPa
 FORMS_OF_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "not folded": ("two layers", {"fold": False}),
     "four pages": ("two layers", FOUR_PAGES),
-    "a page is held": ("four layers", FOUR_PAGES | {"hold": True}),
-    "fewer pages under way between stages": ("two layers", FOUR_PAGES | {"waiting": 1, "last": 2}),
-    "fewer places than units": ("four layers", FOUR_PAGES | {"places": 4}),
-    "a stage's sums at once": ("many outputs", {"stage_sums": True}),
-    "these together": (
-        "many outputs",
-        FOUR_PAGES | {"hold": True, "waiting": 2, "last": 1, "places": 4, "stage_sums": True},
-    ),
+    "layers take turns": ("four layers", {"slots": 3}),
+    "layers take turns, not folded": ("four layers", {"slots": 3, "fold": False}),
+    "a page is held": ("four layers", FOUR_PAGES | {"wide": True}),
+    "none is held": ("four layers", FOUR_PAGES | {"wide": True, "hold": False}),
 }
 
 
@@ -204,11 +209,50 @@ FORMS_OF_ONE: dict[str, tuple[str, dict[str, Any]]] = {
 def test_forms_of_one_row_have_the_same_bits(
     small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
 ) -> None:
-    name, options = FORMS_OF_ONE[form]
-    built, _ = build(monkeypatch, tmp_path, name)
-    other, _ = build(monkeypatch, tmp_path, name, **options)
+    built, other = two_forms(monkeypatch, tmp_path, *FORMS_OF_ONE[form])
+    assert other.plan.kernel(1).holds == (form == "a page is held")
     for position, page_size in ((0, 1), (700, 16), (2000, 16)):
         assert same_bits(built, other, [[position]], page_size)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_either_kernel_follows_the_other(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wide: bool
+) -> None:
+    """In any order, with few rows after many, and after a failure and the reset: the bits of a first step."""
+    monkeypatch.setattr(plans.DensePlan, "_narrow", not wide)
+    built, _ = build(monkeypatch, tmp_path, "four layers")
+    kernels = [built.plan.kernel(rows) for rows in (1, 8)]
+    assert [kernel.buffers for kernel in kernels] == [3 if wide else 4, 3]
+    assert [len(built.exchange(rows)) for rows in (1, 8)] == [kernel.exchange_words() for kernel in kernels]
+    inputs, pools = make_case(built.plan.shape, [[331], [5, 6], [70], [0], [64], [13], [16]], 16, 5, "cpu")
+    two = dataclasses.replace(
+        inputs, tokens_R=inputs.tokens_R[1:3], positions_R=inputs.positions_R[1:3],
+        query_start_Q1=torch.tensor([0, 2], dtype=torch.int32), page_table_TP=inputs.page_table_TP[1:],
+    )  # fmt: skip
+    choices = {1: one_row(inputs, 0), 2: two, 8: inputs}
+    built.bind(pools, 16)
+    expected = {}
+    for rows, step in choices.items():
+        built.reset()
+        expected[rows] = built.run(step, 1).clone()
+        built.check()
+
+    def agree(order: tuple[int, ...]) -> None:
+        for rows in order:
+            built.logits_RV.fill_(float("nan"))
+            assert torch.equal(built.run(choices[rows], 1), expected[rows]), order
+            built.check()
+
+    agree((1, 8, 8, 2, 1, 1, 1, 2, 8, 1))
+    built.state[1] = 1 + 3 * 16 + 5
+    for rows in (1, 2):
+        assert built.run(choices[rows], 1)[:, 0].isnan().all()
+        assert built.error() is not None
+    for exchange in built.exchanges:
+        exchange[::3] = 7  # what a step that ended early left
+    built.reset()
+    agree((2, 1, 8, 1, 2))
 
 
 SEVERAL = "if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;"
@@ -217,16 +261,15 @@ ONE = "if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, 2)) break;"
 
 FIVE = [[40], [3], [70], [16], [333]]
 KNOWN = "return there && c.s.control.cached[unit.row] >= unit.base + UNIT_TOKENS &&"
-ROWS = {"row_warps": 1}
 
 
 @pytest.mark.parametrize(
-    ("file", "wait", "instead", "positions", "options"),
+    ("file", "wait", "instead", "positions"),
     [
-        ("heads.cuh", SEVERAL, "break;", [[40], [3]], {}),
-        ("one_row.cuh", ONE, "break;", [[40]], {}),
-        ("row_warps.cuh", SEVERAL, "break;", FIVE, ROWS),
-        ("row_warps.cuh", KNOWN, "return there &&", FIVE, ROWS),
+        ("heads.cuh", SEVERAL, "break;", [[40], [3]]),
+        ("one_row.cuh", ONE, "break;", [[40]]),
+        ("row_warps.cuh", SEVERAL, "break;", FIVE),
+        ("row_warps.cuh", KNOWN, "return there &&", FIVE),
     ],
     ids=["several rows", "one row", "a warp for each row", "units that are not in the cache"],
 )
@@ -238,9 +281,8 @@ def test_a_wait_that_is_left_out_shows(
     wait: str,
     instead: str,
     positions: list[list[int]],
-    options: dict[str, int],
 ) -> None:
-    built, weights = build(monkeypatch, tmp_path, "heads of 64", changes={file: (wait, instead)}, **options)
+    built, weights = build(monkeypatch, tmp_path, "heads of 64", changes={file: (wait, instead)})
     assert not distance(built, weights, positions, 16) < 1e-2
 
 

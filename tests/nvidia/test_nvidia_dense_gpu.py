@@ -18,9 +18,9 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 SHAPES = {
-    "heads of 64": plans.DenseShape(3, 2048, 32, 8, 64, 3072, 3001, False),
+    "heads of 64": plans.DenseShape(5, 2048, 32, 8, 64, 3072, 3001, False),
     "heads of 128, query norms": plans.DenseShape(4, 1024, 16, 8, 128, 3072, 5003, True, 1e-6),
-    "wide": plans.DenseShape(2, 4096, 32, 8, 128, 4096, 2999, True, 1e-6),
+    "wide": plans.DenseShape(4, 4096, 32, 8, 128, 4096, 2999, True, 1e-6),
     "biases": plans.DenseShape(3, 1024, 16, 8, 128, 2048, 2999, False, 1e-6, qkv_bias=True),
 }
 CASES = {

@@ -62,7 +62,7 @@ DEV void find_unit(Context& c, const Unit& unit, u32 (&keys)[2], u32& values) {
   // Lanes 8 m to 8 m + 7 name the tokens of the m-th of the four 8 x 8 matrices of a tile of values.
   const int token = c.lane / 16 * 8 + c.lane % 8;
   const int row = unit.row, base = unit.base, cached = k.cached[row] - base;
-  const u32 at = c.units + unit.index % PLACES * UNIT;
+  const u32 at = c.units + unit.index % UNITS * UNIT;
   keys[0] = at + c.g * 128;
   keys[1] = at + (8 + c.g) * 128;
   values = at + UNIT / 2 + token * 128;

@@ -6,8 +6,7 @@
 #include "gemv.cuh"
 
 constexpr int COPY_WARPS = COPY_THREADS / 32;
-// There may be fewer places than barriers: two warps then read a place in turn, and each still has barriers of its own.
-static_assert(UNITS % PLACES == 0 && PLACES % COPY_WARPS == 0, "a place of the ring is filled by one warp");
+static_assert(UNITS % COPY_WARPS == 0, "a place of the ring is filled by one warp");
 
 // Where 16 bytes of a token lie within its 128: neighbours of 8 tokens use different banks. The copy engine's own pattern.
 DEV u32 swizzled(int token, int piece) { return (u32)((piece ^ (token & 7)) * 16); }
@@ -92,7 +91,7 @@ DEV bool together(const Params& p, int where, int first, int lane) {
   return !PLAIN_COPIES && __all_sync(~0u, lane >= UNIT_TOKENS || (where >= 0 && where == first + lane)) && p.maps;
 }
 DEV void copy_unit(const Params& p, Shared& s, u32 units, const Cursor& at, int lane, u64 policy) {
-  const u32 slot = at.index % UNITS, to = units + at.index % PLACES * UNIT, full = shared_address(&s.unit_full[slot]);
+  const u32 slot = at.index % UNITS, to = units + slot * UNIT, full = shared_address(&s.unit_full[slot]);
   const int head = blockIdx.x / SPLITS, where = slots_of(p, at, lane), first = __shfl_sync(~0u, where, 0);
   if (together(p, where, first, lane)) {
     if (lane == 0) {
@@ -156,9 +155,8 @@ DEV void copy_rows(const Params& p, Shared& s, u32 units, int warp, int lane) {
 DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   const int rows = rows_of(p), layer_units = s.control.first_unit[rows], end = runs(p, 2) && layer_units ? end_layer(p) : 0;
   // One row of a short context: nothing is urgent, and the copies wait for the stage that streams most weights, where no
-  // other block is waited for. They are two layers ahead, or one where there are places for no more. (Where the ring holds no two layers, waiting costs more than it saves.)
-  const bool brief = !PLAIN_COPIES && rows == 1;
-  const int lead = brief && 2 * layer_units <= PLACES ? 2 : PLACES < UNITS && brief && layer_units <= PLACES ? 1 : LAYERS + 2;
+  // other block is waited for. They are two layers ahead. (Where the ring holds no two layers, waiting costs more than it saves.)
+  const int lead = !PLAIN_COPIES && rows == 1 && 2 * layer_units <= UNITS ? 2 : LAYERS + 2;
   const bool short_rows = AHEAD > 0 && layer_units <= AHEAD + UNITS;
   const u64 policy = read_once_policy();
   Cursor at = {first_layer(p), 0, 0, 0};
@@ -168,8 +166,7 @@ DEV void copy_cache(const Params& p, Shared& s, u32 units, int warp, int lane) {
   long long since = clock_now();
 #pragma unroll 1
   while (at.layer < end) {
-    const u32 before = at.index + (UNITS - PLACES);  // the unit that had the place, a round of barriers later
-    const u32 empty = shared_address(&s.unit_empty[before % UNITS]), phase = (before / UNITS & 1) ^ 1;
+    const u32 empty = shared_address(&s.unit_empty[at.index % UNITS]), phase = (at.index / UNITS & 1) ^ 1;
     if (__all_sync(~0u, s.progress > at.layer - lead) && __all_sync(~0u, barrier_test(empty, phase)) &&
         none_under_way(s, rows, at.index, warp)) {
       copy_unit(p, s, units, at, lane, policy);

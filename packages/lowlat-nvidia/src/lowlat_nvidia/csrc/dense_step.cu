@@ -1,7 +1,8 @@
 // One decode or verify step of a dense transformer (Llama, Qwen3) in one persistent launch of 128 blocks.
 //
 // Blocks exchange through words in global memory that are EMPTY until published: the data is its own signal, there is
-// no barrier over the grid. The exchange buffers alternate between two copies; a step empties what the last one used.
+// no barrier over the grid. Of each kernel's exchange buffers two sets alternate; what has been used is emptied, by the layers that
+// follow where layers take turns, and by the next step of the same kernel.
 // Each warp copies its packed weights, in the order of use, into a ring of pages in shared memory: a page that has been
 // used is filled again at once, so that copies run ahead of all dependencies.
 #include "one_row.cuh"
@@ -18,7 +19,7 @@
 // 6 down; 7 logits; and for errors 8 a page of weights; 9 a unit of the cache; 10 room for one. Stamp numbers: see stamp().
 
 DEV int copies_of(int rows) { return rows <= MAX_ROWS / COPIES ? COPIES : 1; }
-// Empties this block's part of what the last step used of a layer: all of its rows, and what all blocks read of copies.
+// Empties this block's part of what a step of so many rows used of a layer: all of its rows, and what all blocks read of copies.
 DEV void clear_layer(Context& c, u32* layer, int rows) {
   const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
 #pragma unroll 1
@@ -29,7 +30,7 @@ DEV void clear_layer(Context& c, u32* layer, int rows) {
   for (int i = c.block * THREADS + c.thread; i < rows * (copies_of(rows) - 1) * COPIED; i += BLOCKS * THREADS)
     *(uint4*)(layer + (rows + i / COPIED) * ROW_WORDS + W_ATTN + i % COPIED * 4) = empty;
 #if FOLD
-  if (rows == 1) clear_folded(c, layer);
+  clear_folded(c, layer);
 #endif
 }
 // Called in a layer behind gate and up. Where layers take turns, that is the layer before, which all blocks have read: each
@@ -121,52 +122,42 @@ DEV u64 rank_key(float x, u32 token) {
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return (u64)bits << 32 | (0xffffffffu - token);
 }
-// Logits whose sums are joined behind one barrier: of one row, with STAGE_SUMS, as many as two buffers hold where attention left its
-// sums, and as there are threads.
-constexpr int JOINED_LOGITS = ONE && STAGE_SUMS ? (GROUP_DIM / 2 < THREADS ? GROUP_DIM / 2 : THREADS) : 64;
 template <class Load>
 DEV void project_logits(Context& c, Load load) {
-  constexpr int OUTPUTS = JOINED_LOGITS, TOGETHER = OUTPUTS / 8, COUNT = (ROWS * OUTPUTS + THREADS - 1) / THREADS;
-  constexpr bool ROOMY = OUTPUTS > 64;
+  constexpr int COUNT = (ROWS * 64 + THREADS - 1) / THREADS;
   u64 best[COUNT] = {};
   auto finish = [&](int tile0, int tiles, const float* part) {
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
-      const int row = (c.thread + j * THREADS) / OUTPUTS, n = c.thread % OUTPUTS;
+      const int row = (c.thread + j * THREADS) / 64, n = c.thread % 64;
       const u32 token = (c.block * LM_TILES + tile0) * 8 + n;
       if (row >= c.rows || n >= tiles * 8 || token >= VOCAB) continue;
-      float x = (ROOMY ? sum_one<TOGETHER>(part, n) : sum_partials(part, n / 8, row, n % 8)) * inverse_rms(c, row);
+      float x = sum_partials(part, n / 8, row, n % 8) * inverse_rms(c, row);
       x = __uint_as_float(planted(c.p, STEP_WORDS + (long)row * VOCAB + token, __float_as_uint(x)));
       c.p.logits[(long)row * VOCAB + token] = x;
       u64 key = rank_key(x, token);
       best[j] = key > best[j] ? key : best[j];
     }
   };
-  auto part = [&] { return ROOMY ? c.s.joined + c.part_parity * (WARPS * OUTPUTS) : part_now(c); };
   uint4 a[K_HIDDEN];
   load(a);
 #pragma unroll 1
-  for (int tile0 = 0; tile0 < LM_TILES; tile0 += TOGETHER) {
-    const int tiles = LM_TILES - tile0 < TOGETHER ? LM_TILES - tile0 : TOGETHER;
+  for (int tile0 = 0; tile0 < LM_TILES; tile0 += 8) {
+    const int tiles = LM_TILES - tile0 < 8 ? LM_TILES - tile0 : 8;
 #pragma unroll 1
     for (int tile = 0; tile < tiles - 1; tile += 2) {
       float d[4] = {};
       multiply_wide(c, a, d);
-      if constexpr (ROOMY) {
-        if (c.q == 0) part()[c.warp * OUTPUTS + tile * 8 + c.g] = d[0];
-        if (c.q == 0) part()[c.warp * OUTPUTS + tile * 8 + 8 + c.g] = d[2];
-      } else {
-        store_partial(c, tile, d[0], d[1]);
-        store_partial(c, tile + 1, d[2], d[3]);
-      }
+      store_partial(c, tile, d[0], d[1]);
+      store_partial(c, tile + 1, d[2], d[3]);
     }
     block_sync();
-    finish(tile0, tiles, part());
+    finish(tile0, tiles, part_now(c));
     c.part_parity ^= 1;
   }
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
-    const int row = (c.thread + j * THREADS) / OUTPUTS;
+    const int row = (c.thread + j * THREADS) / 64;
 #pragma unroll
     for (int o = 16; o; o >>= 1) {
       u64 other = __shfl_xor_sync(~0u, best[j], o);
@@ -191,11 +182,11 @@ DEV void finish_step(const Params& p, u32 parity) {
     if (failed) p.logits[(long)row * VOCAB] = __uint_as_float(0x7fc00000u);
   }
   state[4] = 0;
-  state[5] = rows_of(p);
-  state[0] = parity ^ 1;
+  if (!ONE) state[LAST_ROWS] = p.rows;
+  state[PARITY] = parity ^ 1;
 }
 
-#if FOLD && ONE_ROW
+#if FOLD
 // The layers of a step of one row.
 DEV void folded_layers(Context& c, Stream& f, Held& h, Ahead& ahead, u32* now, u32* other, int last_rows) {
 #pragma unroll 1
@@ -263,8 +254,8 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   const int warp = (u32)thread / 32, lane = (u32)thread % 32, row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
   const OneRow one = ask_row(p);
   const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full);
-  const u32 parity = load_exchange_word(p.state);
-  const int last_rows = (int)load_exchange_word(p.state + 5);
+  const u32 parity = load_exchange_word(p.state + PARITY);
+  const int last_rows = ONE ? 1 : (int)load_exchange_word(p.state + LAST_ROWS);
   u32* now = p.exchange + parity * STEP_WORDS;
   u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
   const int first = first_layer(p);
@@ -274,13 +265,13 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
                shared_address(memory + UNITS_OFFSET), p.zero, copies_of(ONE ? 1 : p.rows),
                0, 0, 0, 0, false};
 
-#if FOLD && ONE_ROW
+#if FOLD
   Held h;
   u32 embedding[HELD / 2];
 #endif
   Stream f;
   begin_stream(c, f);
-#if FOLD && ONE_ROW
+#if FOLD
   fold_stream(c, f);
 #endif
   while (f.room) ask_page(c, f);
@@ -288,11 +279,11 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     return row < c.rows ? ((const unsigned short*)p.embedding)[token * HIDDEN + block * BLOCK_HIDDEN + n] : 0;
   };
   unsigned short mine = 0;
-#if FOLD && ONE_ROW
+#if FOLD
   ask_embedding(c, one.token, embedding);
 #endif
   if constexpr (ONE && !FOLD) mine = embedded(one.token);
-  if constexpr (!(ONE && FOLD)) read_norms(c);
+  if constexpr (!FOLD) read_norms(c);
 #if QKV_BIAS
 #pragma unroll 1
   for (int i = thread; i < LAYERS * BLOCK_QKV; i += THREADS)
@@ -309,16 +300,16 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   }
   if constexpr (!ONE) mine = embedded(s.control.token[row % ROWS]);
   float residual = bf_low(mine);
-  if (runs(p, 1) && !(ONE && FOLD)) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
+  if (runs(p, 1) && !FOLD) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
   Ahead ahead = {0};
   if constexpr (ONE) ask_head_norm(c, first % LAYERS, ahead.norms);
   else if (!BY_ROWS) load_head_norms(c, first % LAYERS, ahead.norms);
-#if FOLD && ONE_ROW
+#if FOLD
   embed_folded(h, embedding);
   folded_layers(c, f, h, ahead, now, other, last_rows);
 #endif
 #pragma unroll 1
-  for (int layer = ONE && FOLD ? LAYERS : first; layer < end_layer(p); layer++) {
+  for (int layer = FOLD ? LAYERS : first; layer < end_layer(p); layer++) {
     const u32* before = c.now;
     recompute(c);
     c.now = now + (long)slot_of(layer) * LAYER_WORDS;
@@ -384,7 +375,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   stamp(c, LAYERS, 0);
   while (f.room) ask_page(c, f);
   if (runs(p, 7)) project_logits(c, [&](uint4(&a)[K_HIDDEN]) {
-#if FOLD && ONE_ROW
+#if FOLD
     load_held(c, f, h, c.now, 7);
     norm_folded(c, h, a);
     square_folded(c, h);

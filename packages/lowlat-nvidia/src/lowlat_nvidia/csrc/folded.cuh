@@ -22,7 +22,6 @@ DEV unsigned short* normed_here(Context& c) { return (unsigned short*)(c.s.part[
 DEV unsigned short* heads_here(Context& c) { return (unsigned short*)(c.s.part[1] + PART_SUMS); }
 DEV float* own_here(Context& c) { return c.s.part[1] + PART_SUMS + GROUP_DIM / 2; }
 
-#if ONE_ROW
 // A warp reads the output projection's weights where another warp's lie.
 DEV void fold_stream(Context& c, Stream& f) {
   const int unit = c.block % SPLITS * WARPS + c.warp;
@@ -30,7 +29,6 @@ DEV void fold_stream(Context& c, Stream& f) {
   f.elsewhere = ((long)(group - c.block) * WARPS + slice - c.warp) * PAGE;
   f.page = c.pages < LAYERS * LAYER_PAGES ? c.pages % LAYER_PAGES : LAYER_PAGES + 1;
 }
-#endif
 // This thread's part of the row's embedding, asked for before anything else is known of the row.
 DEV void ask_embedding(Context& c, long token, u32 (&words)[HELD / 2]) {
 #pragma unroll
@@ -185,11 +183,11 @@ DEV void project_head(Context& c, Stream& f, int layer) {
   };
 #pragma unroll
   for (int tile = 0; tile < WIDE; tile++) {
-    const float4 d = wide.multiply(c, f, a, tile + 1 < WIDE, BLOCK_HIDDEN / 8 % 2 == 0 && tile + 1 == WIDE);
+    const float4 d = wide.multiply(c, f, a, tile + 1 < WIDE);
     give(d.x, tile * 16);
     give(d.z, tile * 16 + 8);
   }
-  if constexpr (BLOCK_HIDDEN / 8 % 2) give(narrow.multiply(c, f, a, false, true).x, BLOCK_HIDDEN - 8);
+  if constexpr (BLOCK_HIDDEN / 8 % 2) give(narrow.multiply(c, f, a, false).x, BLOCK_HIDDEN - 8);
 }
 // Down: the block that owns some residuals publishes them, whole.
 DEV void project_down_folded(Context& c, Stream& f, int layer) {
@@ -205,7 +203,7 @@ DEV void project_down_folded(Context& c, Stream& f, int layer) {
     publish_one(c, W_HELD + c.block * BLOCK_HIDDEN + c.thread, __float_as_uint(residual));
   });
 }
-// Empties what the last step, if it was one of a single row, left beyond the words of that row.
+// Empties what a step left beyond the words of its row.
 DEV void clear_folded(Context& c, u32* layer) {
   const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
   const int i = c.block * THREADS + c.thread;

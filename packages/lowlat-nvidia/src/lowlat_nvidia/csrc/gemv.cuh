@@ -48,7 +48,7 @@ struct __align__(16) Shared {
   u32 stop;               // an earlier step failed, and nobody has reset it
 };
 constexpr int UNITS_OFFSET = (sizeof(Shared) + 1023) / 1024 * 1024;
-constexpr int RING_OFFSET = UNITS_OFFSET + PLACES * UNIT;
+constexpr int RING_OFFSET = UNITS_OFFSET + UNITS * UNIT;
 static_assert(RING_OFFSET + WARPS * RING_PAGES * PAGE <= SHARED_BYTES, "the plan counts shared memory");
 
 struct Context {

@@ -6,8 +6,8 @@
 #define BLOCKS 128
 #endif
 constexpr int WARPS = 8, THREADS = 256, COPY_THREADS = 128, MAX_ROWS = 8;
-// Steps of one row and of several have kernels of their own, each with registers, instructions and shared memory for its own
-// stages alone. What blocks exchange lies at the same places, so that either may follow the other.
+// Steps of one row and of several have kernels of their own, each with registers, instructions, shared memory and exchange buffers
+// for its own stages alone: either may follow the other, whatever that has left.
 constexpr bool ONE = ONE_ROW;
 constexpr int ROWS = ONE ? 1 : MAX_ROWS;  // that a step of this kernel may have
 constexpr int SPLITS = BLOCKS / KV_HEADS;        // blocks that share one KV head
@@ -47,6 +47,7 @@ constexpr int LAYER_WORDS = MAX_ROWS * ROW_WORDS;
 constexpr bool TURNS = SLOTS < LAYERS;
 constexpr int BEFORE = SLOTS;  // the buffer of what precedes layer 0
 constexpr long STEP_WORDS = (long)(SLOTS + 1) * LAYER_WORDS;
+constexpr int PARITY = ONE ? 0 : 2, LAST_ROWS = 5;  // places in the state. A failure of either kernel ends the steps of both.
 static_assert(SLOTS >= 3 || !TURNS, "a layer's words are read in the next, emptied there, and may be published in the one after that");
 DEV int slot_of(int layer) { return TURNS ? layer % SLOTS : layer; }
 
@@ -67,8 +68,8 @@ struct Params {
   const int* table_rows;      // [requests] whose row of the page table; null: request q has row q
   const int* page_table;      // [table_rows, table_stride] page numbers
   u64 scratch;                // room for one slot, instead of the pools where all rows are padding
-  u32* exchange;              // [2, STEP_WORDS], filled with EMPTY before the first step
-  u32* state;                 // parity, error, -, -, blocks done, rows of the last step
+  u32* exchange;              // [2, STEP_WORDS] of the launched kernel, filled with EMPTY before its first step
+  u32* state;                 // parity of one row, error, parity of several rows, -, blocks done, rows of the last step of several
   float* logits;              // [rows, VOCAB]
   u64* best;                  // [MAX_ROWS] greatest logit and its token, zero between steps
   long long* next_token;      // [MAX_ROWS]

@@ -94,24 +94,17 @@ DEV void project_back_one(Context& c, Stream& f, int from, int to, int to_square
 }
 template <class Load, class Late>
 DEV void gate_up_one(Context& c, Stream& f, Load load, Late late) {
-  constexpr int TILES = 2 * BLOCK_INTER / 8, TOGETHER = joined_tiles<TILES>;
-  static_assert(TOGETHER * 2 <= THREADS, "a thread for each pair");
-  gemv<K_HIDDEN, TILES>(c, f, load, late, [&](int tile0, int tiles, const float* part) {
-    // Where a whole stage is published at once there is a thread for each copy of a word.
-    constexpr bool WHOLE = TOGETHER > 8 && TOGETHER * 2 * COPIES <= THREADS;
-    if (c.thread >= tiles * 2 * (WHOLE ? COPIES : 1)) return;
-    const int pair = WHOLE ? c.thread % (TOGETHER * 2) : c.thread;
+  gemv<K_HIDDEN, 2 * BLOCK_INTER / 8>(c, f, load, late, [&](int tile0, int tiles, const float* part) {
+    if (c.thread >= tiles * 2) return;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float4 x = *(const float4*)(part + w * (TOGETHER * 8) + pair * 4);
+      const float4 x = *(const float4*)(part + w * 64 + c.thread * 4);
       sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
     }
     const float scale = inverse_rms(c, 0), g0 = sum.x * scale, g1 = sum.z * scale;
     const u32 word = bf_pair(g0 / (1.f + __expf(-g0)) * (sum.y * scale), g1 / (1.f + __expf(-g1)) * (sum.w * scale));
-    const int at = W_ACT + c.block * (BLOCK_INTER / 2) + tile0 * 2 + pair;
-    if constexpr (WHOLE) publish(c, c.thread / (TOGETHER * 2), at, word);
-    else publish_one(c, at, word);
+    publish_one(c, W_ACT + c.block * (BLOCK_INTER / 2) + tile0 * 2 + c.thread, word);
   });
 }
 

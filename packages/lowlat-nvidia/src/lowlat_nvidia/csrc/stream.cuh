@@ -3,6 +3,8 @@
 #include "gemv.cuh"
 
 constexpr int LAYER_PAGES = LAYER_FRAGMENTS / PAGE_FRAGMENTS;
+// The head takes no page from registers, and of a folded step one would come into them while the head's inputs are waited for.
+static_assert(!HOLD || (ONE && !NARROW && !FOLD), "");
 constexpr int FIRST_O_PAGE = BLOCK_QKV / 8 * K_HIDDEN / PAGE_FRAGMENTS, O_PAGES = BLOCK_HIDDEN / 8 * K_QDIM / PAGE_FRAGMENTS;
 
 // Counts a fruitless poll of the whole warp; true when it must go on with what it has.
@@ -14,9 +16,9 @@ DEV bool give_up(Context& c, u32& polls, int stage) {
   return c.failed;
 }
 // A warp's pages on their way. Not all that fit are asked for at once: what blocks exchange queues behind them. The rest is asked
-// for while other blocks are waited for, up to a limit of its own: WAITING. Of a narrow model a stage's first pages are in registers
-// before its inputs are there, if they have come by then, and their slots are filled again. With HOLD a wide model's step has one page
-// in registers from any wait to the next product, whatever stages lie between.
+// for while other blocks are waited for. Of a narrow model a stage's first pages are in registers before its inputs are there, if
+// they have come by then, and their slots are filled again. With HOLD one page is in registers from any wait to the next product,
+// whatever stages lie between: the ring has room for a page more while nothing is multiplied.
 struct Stream {
   int oldest, under_way;  // slot of the oldest page under way, and how many are
   u32 oldest_phase;
@@ -27,7 +29,7 @@ struct Stream {
   bool holds;          // the next page is in `held`
   uint4 held[PAGE_FRAGMENTS];
 #endif
-#if FOLD && ONE_ROW
+#if FOLD
   long elsewhere;      // from this warp's place in a page of all warps to the one whose output projection it computes
   int page;            // of a layer: the next to ask for
 #endif
@@ -45,7 +47,7 @@ DEV void ask_page(Context& c, Stream& f) {
   if (c.lane == 0) {
     const u32 full = c.full + f.next * 8;
     barrier_expect(full, PAGE);
-#if FOLD && ONE_ROW
+#if FOLD
     const u8* from = c.weights + ((u32)(f.page - FIRST_O_PAGE) < (u32)O_PAGES ? f.elsewhere : 0);
 #else
     const u8* from = c.weights;
@@ -54,7 +56,7 @@ DEV void ask_page(Context& c, Stream& f) {
   }
   c.pages++;
   c.weights += (long)BLOCKS * WARPS * PAGE;
-#if FOLD && ONE_ROW
+#if FOLD
   if (++f.page == LAYER_PAGES) f.page = c.pages < LAYERS * LAYER_PAGES ? 0 : LAYER_PAGES + 1;
 #endif
   u32 unused = 0;
@@ -83,36 +85,34 @@ DEV void load_pages(Context& c, Stream& f, uint4 (&w)[PAGES * PAGE_FRAGMENTS]) {
   f.room += PAGES;
 }
 // Asks for as many pages as may be under way. All lanes have loaded from the slots that are empty.
-DEV void ask_pages(Context& c, Stream& f, int limit = UNDER_WAY) {
+DEV void ask_pages(Context& c, Stream& f) {
   __syncwarp();
 #pragma unroll 1
-  while (f.room && f.under_way < limit) ask_page(c, f);
+  while (f.room && f.under_way < UNDER_WAY) ask_page(c, f);
 }
-// What a warp does while it waits for other blocks: it notices that the oldest page is there, and asks for another. Where more than
-// a page is to be asked for, each poll does all that can be done.
-constexpr bool PUMPS = HOLD || WAITING < RING_PAGES;
+// What a warp does while it waits for other blocks: it notices that the oldest page is there, and asks for another. With HOLD it
+// takes the next page and asks for all that may be asked for.
+constexpr bool PUMPS = HOLD || UNDER_WAY < RING_PAGES;
 DEV void pump(Context& c, Stream& f) {
-  if constexpr (PUMP_ALL) {
-#pragma unroll 1
-    while (f.under_way && __all_sync(~0u, barrier_test(c.full + f.oldest * 8, f.oldest_phase))) {
-      page_landed(f);
-      f.landed++;
-    }
 #if HOLD
-    if (!f.holds && f.landed) {
-      load_pages<1>(c, f, f.held);
-      f.holds = true;
-    }
-#endif
-    ask_pages(c, f, WAITING);
-  } else {
-    if (!PUMPS || !f.room) return;
-    if (f.under_way && __all_sync(~0u, barrier_test(c.full + f.oldest * 8, f.oldest_phase))) {
-      page_landed(f);
-      f.landed++;
-    }
-    if (f.under_way < WAITING) ask_page(c, f);
+#pragma unroll 1
+  while (f.under_way && __all_sync(~0u, barrier_test(c.full + f.oldest * 8, f.oldest_phase))) {
+    page_landed(f);
+    f.landed++;
   }
+  if (!f.holds && f.landed) {
+    load_pages<1>(c, f, f.held);
+    f.holds = true;
+  }
+  ask_pages(c, f);
+#else
+  if (!PUMPS || !f.room) return;
+  if (f.under_way && __all_sync(~0u, barrier_test(c.full + f.oldest * 8, f.oldest_phase))) {
+    page_landed(f);
+    f.landed++;
+  }
+  if (f.under_way < UNDER_WAY) ask_page(c, f);
+#endif
 }
 // Whether pages are there that nobody need wait for.
 template <int PAGES>
@@ -137,8 +137,6 @@ DEV void wait_pages(Context& c) {
     next_slot(slot, phase);
   }
 }
-// In a stage's last tile there may be fewer, so that what is published and polled for next stands behind less.
-DEV int limit_of(bool last) { return LAST < UNDER_WAY && last ? LAST : UNDER_WAY; }
 
 // Pages of a tile that are taken together: at most 8 fragments, in registers, and no more than are under way.
 template <int PAGES, int AT_MOST>
@@ -151,30 +149,30 @@ constexpr int at_once = HOLD ? 1 : dividing<PAGES, (8 / PAGE_FRAGMENTS < UNDER_W
 // Fragments of a stage, in the groups in which they are taken: a tile of 16 outputs, or of the 8 that are left over.
 // A fragment is the operand of one matrix instruction, 16 outputs x 16 inputs; of a narrow tile 8 outputs x 32 inputs, whose
 // halves lie in the upper and lower 8 rows of the operand: each half of a product is of use to one of them.
-template <int CHUNK, bool WIDE, bool SOON = NARROW && !HOLD>
+template <int CHUNK, bool WIDE>
 struct Tile {
   static constexpr int FRAGMENTS = (WIDE ? 2 : 1) * CHUNK, PAGES = at_once<FRAGMENTS / PAGE_FRAGMENTS>;
   static constexpr int COUNT = PAGES * PAGE_FRAGMENTS, GROUPS = FRAGMENTS / COUNT;
-  static constexpr bool ASK_EACH = PUMP_ALL || GROUPS * PAGES > UNDER_WAY;
+  static constexpr bool ASK_EACH = HOLD || GROUPS * PAGES > UNDER_WAY;
   static_assert(PAGES <= UNDER_WAY, "what is taken together is always under way or there");
   uint4 w[COUNT];  // the next group
   bool taken;
 
-  // Without a value here the registers keep one from layer to layer, in all stages between.
+  // Without a value here the registers keep one from layer to layer, in all stages between: too many for several rows.
   DEV_MEMBER void begin() {
-    if constexpr ((BY_ROWS || EARLY_PAGES) && SOON) {
+    if constexpr (NARROW && ROWS > 1) {
 #pragma unroll
       for (int i = 0; i < COUNT; i++) define(w[i]);
     }
   }
   // Takes the next group if it is there.
   DEV_MEMBER void take_early(Context& c, Stream& f) {
-    taken = SOON && pages_there<PAGES>(c);
+    taken = NARROW && pages_there<PAGES>(c);
     if (taken) load_pages<PAGES>(c, f, w);
   }
   // Output g of rows 2q and 2q + 1 in x and y; of a wide tile output g + 8 in z and w. `more`: another such tile follows at
-  // once. `last`: no other tile of the stage does.
-  DEV_MEMBER float4 multiply(Context& c, Stream& f, const uint4 (&a)[CHUNK], bool more, bool last) {
+  // once.
+  DEV_MEMBER float4 multiply(Context& c, Stream& f, const uint4 (&a)[CHUNK], bool more) {
     float sum[4][4] = {};
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
@@ -206,7 +204,7 @@ struct Tile {
       }
       taken = false;
       if (group + 1 < GROUPS || more) take_early(c, f);
-      if (ASK_EACH || group + 1 == GROUPS) ask_pages(c, f, limit_of(last));
+      if (ASK_EACH || group + 1 == GROUPS) ask_pages(c, f);
     }
     float d[4];
 #pragma unroll
@@ -217,40 +215,29 @@ struct Tile {
     return make_float4(d[0], d[1], d[2], d[3]);
   }
 };
-// Tiles whose sums are joined behind one barrier: 8, or with STAGE_SUMS and one row all of a stage, where attention leaves its
-// own. Between one use of that room and the next lies another stage's barrier.
-template <int TILES>
-constexpr int joined_tiles = ONE && STAGE_SUMS && TILES > 8 && TILES * 8 <= GROUP_DIM ? TILES : 8;
-template <int TOGETHER>
-DEV float* sums_here(Context& c) {
-  return TOGETHER > 8 ? c.s.joined : part_now(c);
-}
-// Partial sums of one row: [warp][output]; of several as `store_partial` has them.
-template <int TOGETHER>
+// Partial sums of one row: [warp][64 outputs]; of several as `store_partial` has them.
 DEV void store_sums(Context& c, int tile, float first, float second) {
   if constexpr (ONE) {
-    if (c.q == 0) sums_here<TOGETHER>(c)[c.warp * (TOGETHER * 8) + tile * 8 + c.g] = first;
+    if (c.q == 0) part_now(c)[c.warp * 64 + tile * 8 + c.g] = first;
   } else {
     store_partial(c, tile, first, second);
   }
 }
-template <int TOGETHER = 8>
 DEV float sum_one(const float* part, int n) {
   float sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) sum += part[w * (TOGETHER * 8) + n];
+  for (int w = 0; w < WARPS; w++) sum += part[w * 64 + n];
   return sum;
 }
 DEV void add(float4& sum, float4 x) { sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w; }
 // One stage of TILES * 8 outputs: `load(chunk, a)` gathers a chunk of inputs, `late()` is done behind the products, and
-// `finish(tile0, tiles, part)` publishes sums of up to `joined_tiles`.
+// `finish(tile0, tiles, part)` publishes sums of up to 8 tiles.
 template <int K, int TILES, class Load, class Late, class Finish>
 DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
-  constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2, TOGETHER = joined_tiles<TILES>;
+  constexpr int CHUNK = chunk_of<K>, CHUNKS = K / CHUNK, WIDE = TILES / 2;
   uint4 a[CHUNK];
-  constexpr bool SOON = NARROW && !HOLD && (ONE || EARLY_PAGES || K <= 4);  // of several rows there are registers for few inputs beside
-  Tile<CHUNK, true, SOON> wide;
-  Tile<CHUNK, false, SOON> narrow;
+  Tile<CHUNK, true> wide;
+  Tile<CHUNK, false> narrow;
   narrow.taken = false;
   if constexpr (WIDE > 0) {
     wide.begin();
@@ -261,26 +248,25 @@ DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
   }
   if constexpr (CHUNKS == 1) {
     load(0, a);
-    if constexpr (WAITING < UNDER_WAY) ask_pages(c, f);
 #pragma unroll 1
-    for (int tile0 = 0; tile0 < TILES; tile0 += TOGETHER) {
-      const int tiles = TILES - tile0 < TOGETHER ? TILES - tile0 : TOGETHER;
+    for (int tile0 = 0; tile0 < TILES; tile0 += 8) {
+      const int tiles = TILES - tile0 < 8 ? TILES - tile0 : 8;
       if constexpr (WIDE > 0) {
 #pragma unroll 1
         for (int tile = 0; tile < tiles - 1; tile += 2) {
-          const float4 d = wide.multiply(c, f, a, tile + 2 < tiles - 1, TILES % 2 == 0 && tile0 + tile + 2 == TILES);
-          store_sums<TOGETHER>(c, tile, d.x, d.y);
-          store_sums<TOGETHER>(c, tile + 1, d.z, d.w);
+          const float4 d = wide.multiply(c, f, a, tile + 2 < tiles - 1);
+          store_sums(c, tile, d.x, d.y);
+          store_sums(c, tile + 1, d.z, d.w);
         }
       }
       if constexpr (TILES % 2)
-        if (tile0 + TOGETHER >= TILES) {
-          const float4 d = narrow.multiply(c, f, a, false, true);
-          store_sums<TOGETHER>(c, tiles - 1, d.x, d.y);
+        if (tile0 + 8 >= TILES) {
+          const float4 d = narrow.multiply(c, f, a, false);
+          store_sums(c, tiles - 1, d.x, d.y);
         }
       if (tile0 == 0) late();
       block_sync();
-      finish(tile0, tiles, sums_here<TOGETHER>(c));
+      finish(tile0, tiles, part_now(c));
       c.part_parity ^= 1;
     }
   } else {
@@ -289,20 +275,18 @@ DEV void gemv(Context& c, Stream& f, Load load, Late late, Finish finish) {
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       load(chunk, a);
-      if constexpr (WAITING < UNDER_WAY) ask_pages(c, f);
-      const bool last = chunk + 1 == CHUNKS;
 #pragma unroll
       for (int tile = 0; tile < WIDE; tile++) {
-        add(d[tile], wide.multiply(c, f, a, tile + 1 < WIDE, last && TILES % 2 == 0 && tile + 1 == WIDE));
+        add(d[tile], wide.multiply(c, f, a, tile + 1 < WIDE));
       }
-      if constexpr (TILES % 2) add(d[WIDE], narrow.multiply(c, f, a, false, last));
+      if constexpr (TILES % 2) add(d[WIDE], narrow.multiply(c, f, a, false));
     }
 #pragma unroll
     for (int tile = 0; tile < WIDE; tile++) {
-      store_sums<8>(c, 2 * tile, d[tile].x, d[tile].y);
-      store_sums<8>(c, 2 * tile + 1, d[tile].z, d[tile].w);
+      store_sums(c, 2 * tile, d[tile].x, d[tile].y);
+      store_sums(c, 2 * tile + 1, d[tile].z, d[tile].w);
     }
-    if constexpr (TILES % 2) store_sums<8>(c, TILES - 1, d[WIDE].x, d[WIDE].y);
+    if constexpr (TILES % 2) store_sums(c, TILES - 1, d[WIDE].x, d[WIDE].y);
     late();
     block_sync();
     finish(0, TILES, part_now(c));

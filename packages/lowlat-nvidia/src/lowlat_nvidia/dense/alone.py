@@ -76,14 +76,15 @@ class AloneSteps:
         self.step = step
         self.words = Words(step.plan)
         shape = step.plan.shape
-        self.residuals = torch.zeros(shape.layers, 2, MAX_ROWS, shape.hidden, device=step.exchange.device)
+        self.residuals = torch.zeros(shape.layers, 2, MAX_ROWS, shape.hidden, device=step.state.device)
         """What the last whole step held in registers before the attention output and before down, float32."""
 
     def whole(self, inputs: StepTensors, plant: int = NOWHERE) -> tuple[Tensor, Tensor]:
         """All stages, with the sign of one word turned where `plant` says. Returns the words and logits [R, V]."""
         self.step.reset()
         self._launch(inputs, ALL, 0, 0, self.step.plan.stream_pages(), plant)
-        return self._words().clone(), self.step.logits_RV[: len(inputs.tokens_R)].clone()
+        rows = len(inputs.tokens_R)
+        return self._words(rows).clone(), self.step.logits_RV[:rows].clone()
 
     def one(self, inputs: StepTensors, stage: int, layer: int, given_W: Tensor) -> tuple[Tensor, Tensor]:
         """One stage of a layer on its inputs among `given_W` and on `residuals`; all other words are empty before.
@@ -91,7 +92,8 @@ class AloneSteps:
         Returns the words that it published, all others empty, and logits.
         """
         self.step.reset()
-        words_W, rows = self._words(), len(inputs.tokens_R)
+        rows = len(inputs.tokens_R)
+        words_W = self._words(rows)
         for name in self.inputs(rows)[stage]:
             field = self.words.fields[name]
             source = layer - 1 if stage in (schedule.QKV, schedule.LOGITS) or name == "held" else layer
@@ -149,8 +151,8 @@ class AloneSteps:
             first += size // fragments
         return 0, 0
 
-    def _words(self) -> Tensor:
-        return self.step.exchange[: self.words.step]
+    def _words(self, rows: int) -> Tensor:
+        return self.step.exchange(rows)[: self.words.step]
 
     def _launch(self, inputs: StepTensors, stage: int, layer: int, first: int, end: int, plant: int) -> None:
         base = self.step.parameters(inputs)

@@ -142,47 +142,37 @@ def chunk_fragments(inputs: int) -> int:
 class DensePlan:
     """A shape with the choices that tune it. None: as measured, of each kernel for itself.
 
-    Steps of one row (`one_row`) and of several have kernels of their own on the same weights and buffers; `kernel` is
-    the plan of either. What is packed and exchanged (`page_fragments`, `copies`, `fold`) is the same in both.
+    Steps of one row (`one_row`) and of several have kernels of their own on the same weights, each with exchange
+    buffers of its own; `kernel` is the plan of either. What is packed (`page_fragments`) is the same in both.
 
     There is room for `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits). A warp
     asks for `under_way` pages of weights at once; `ahead` units come into the L2 before there is room for them, where
-    contexts are short. What all blocks read is published `copies` times when rows are few. Steps of one row are folded
-    with `fold`: the output projection is computed by KV heads and every block holds the residual, which is one exchange
-    a layer less, and more to read. With `slots` (at least 3) layers take so many exchange buffers in turn instead of
-    one each, and all stay in the L2; a plan has them for both kernels or for neither. With `watch_each` a word of every
-    block is waited for before attention's output and activations of several rows are loaded. With `row_warps` each of
-    three to eight rows of short contexts has a warp of its own in attention; with 2 it has a unit in registers before
-    q, k and v are computed. With `early_pages` all stages of several rows of a narrow model have their first pages in
-    registers before their inputs are there. `plain_copies` is for tools that watch every access, `alone` runs stages
-    one by one (`dense.alone`).
+    contexts are short. Layers take `slots` exchange buffers in turn (at least 3; at most one each), so that all stay in
+    the L2. What all blocks read is published `copies` times when rows are few. `plain_copies` is for tools that watch
+    every access, `alone` runs stages one by one (`dense.alone`) and has a buffer for each layer.
 
-    Between stages: while other blocks are waited for, `waiting` pages may be under way instead of `under_way`, and
-    `last` in the last tile of a stage. Of one row, `hold` keeps a page in registers from any wait to the next product;
-    `stage_sums` joins all sums of a stage behind one barrier, and more logits at once; `places` gives the units of the
-    cache fewer places than there are barriers, so that the ring of weights may be as much larger (contexts of more
-    units a layer than places then wait for the cache). With any of `waiting`, `hold` and `places` a poll asks for all
-    pages that may be asked for, and a product for each as soon as there is room.
+    Steps of one row are folded with `fold`: the output projection is computed by KV heads and every block holds the
+    residual, which is one exchange a layer less, and more to read. With `hold` one of them that is not has a page of
+    weights in registers from any wait to the next product, and a poll asks for all pages that may be asked for.
+
+    Of several rows, with `watch_each` a word of every block is waited for before attention's output and activations are
+    loaded. With `row_warps` each of three to eight rows of short contexts has a warp of its own in attention; with 2 it
+    has a unit in registers before q, k and v are computed.
     """
 
     shape: DenseShape
     one_row: bool = False
     ring_limit: int | None = None
     units: int = 0
-    places: int = 0
     ahead: int | None = None
     stamps: int = 0
     copies: int = 4
     under_way: int | None = None
-    waiting: int | None = None
-    last: int | None = None
-    hold: bool = False
-    stage_sums: bool = False
+    hold: bool | None = None
     fold: bool | None = None
     slots: int | None = None
-    watch_each: bool = False
-    row_warps: int = 0
-    early_pages: bool = False
+    watch_each: bool | None = None
+    row_warps: int | None = None
     plain_copies: bool = False
     alone: bool = False
 
@@ -197,9 +187,8 @@ class DensePlan:
         return next((count for count in choices if usual._pages(count) >= 3), choices[-1])
 
     def _pages(self, fragments: int) -> int:
-        least = self._places or self.units or WARPS
         limit = self.ring_limit or (128 if self.one_row else 112 if self._narrow else 96) * 1024
-        room = min(limit, SHARED_LIMIT - self.fixed_bytes() - least * self.unit_bytes)
+        room = min(limit, SHARED_LIMIT - self.fixed_bytes() - (self.units or WARPS) * self.unit_bytes)
         return min(MAX_PAGES, room // (WARPS * fragments * FRAGMENT_BYTES))
 
     @property
@@ -235,16 +224,11 @@ class DensePlan:
     def ring_units(self) -> int:
         """Units of the cache under way: as many for each warp, so that a place of the ring is always one warp's."""
         room = SHARED_LIMIT - self.fixed_bytes() - WARPS * self.ring_pages * self.page_bytes
-        return self.units or (WARPS if self._places else min(MAX_UNITS, room // self.unit_bytes // WARPS * WARPS))
-
-    @property
-    def _places(self) -> int:
-        return self.places if self.one_row else 0
+        return self.units or min(MAX_UNITS, room // self.unit_bytes // WARPS * WARPS)
 
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: partial sums, rows' constants, queries, the rings."""
-        places = self._places or self.ring_units
-        return self.fixed_bytes() + places * self.unit_bytes + WARPS * self.ring_pages * self.page_bytes
+        return self.fixed_bytes() + self.ring_units * self.unit_bytes + WARPS * self.ring_pages * self.page_bytes
 
     def layer_words(self) -> int:
         """4-byte words of one layer's exchange buffers."""
@@ -254,12 +238,18 @@ class DensePlan:
         return MAX_ROWS * (row + s.qdim // 2 + s.hidden + 2 * BLOCKS + s.inter // 2)
 
     def exchange_words(self) -> int:
+        """4-byte words of this kernel's exchange buffers: two sets, in each one more than layers take."""
         return 2 * (self.buffers + 1) * self.layer_words()
 
     @property
     def buffers(self) -> int:
-        """Exchange buffers of a step: one a layer, or `slots` that layers take in turn."""
-        return self.shape.layers if self.slots is None or self.alone else min(self.slots, self.shape.layers)
+        """Exchange buffers that layers take in turn. As measured: three, but one a layer of one row of a narrow model,
+        whose buffers stay in the L2 anyway; it spares a fence a layer.
+        """
+        least = 3 if self.slots is None else self.slots
+        if self.alone or (self.slots is None and self.one_row and self._narrow):
+            least = self.shape.layers
+        return min(least, self.shape.layers)
 
     def stream_pages(self) -> int:
         """Pages that each warp reads in a step."""
@@ -270,16 +260,19 @@ class DensePlan:
         return (s.layers * layer + s.lm_tiles * k_hidden) // self.page_fragments
 
     def memory_bytes(self, positions: int) -> int:
-        """Device memory of a built step beside the embedding, which stays the model's; norms are left out."""
+        """Device memory of a built step, with exchange buffers of both kernels, beside the embedding, which stays the
+        model's; norms are left out.
+        """
         s = self.shape
         stream = self.stream_pages() * BLOCKS * WARPS * self.page_bytes
         small = 4 * 16 + 8 * 2 * MAX_ROWS + 8 * BLOCKS * (s.layers + 1) * max(1, self.stamps)
         small += (2 * 8 + 2 * 128) * s.layers  # addresses and tensor maps of the pools
-        return stream + 4 * self.exchange_words() + 4 * MAX_ROWS * s.vocab + 4 * positions * s.head_dim + small
+        exchange = 4 * sum(self.kernel(rows).exchange_words() for rows in (1, MAX_ROWS))
+        return stream + exchange + 4 * MAX_ROWS * s.vocab + 4 * positions * s.head_dim + small
 
     @property
     def _narrow(self) -> bool:
-        """One row is a chain of exchanges with little to stream between them: a stage's first pages are in registers
+        """A step is a chain of exchanges with little to stream between them: a stage's first pages are in registers
         before its inputs are there, and of two rows a copying warp has one unit of the cache on its way.
         """
         return self.shape.hidden <= 1024
@@ -292,24 +285,51 @@ class DensePlan:
         return fits and (self._narrow if self.fold is None else self.fold)
 
     def _under_way(self) -> int:
-        """As measured: what fills 96 KB of a block, and 64 KB where one row has little to stream."""
-        usual = (64 if self.one_row and self._narrow else 96) * 1024 // (WARPS * self.page_bytes)
+        """As measured: what fills 96 KB of a block, and 64 KB where one row has little to stream, or several rows have
+        heads of 64 in a wide model.
+        """
+        less = self._narrow if self.one_row else self._wide_of_64
+        usual = (64 if less else 96) * 1024 // (WARPS * self.page_bytes)
         return min(self.under_way or usual, self.ring_pages)
 
     def _ahead(self) -> int:
         """As measured: it helps wide models, whose stages take long, and nothing else."""
         return self.ahead if self.ahead is not None else 32 if self.shape.hidden > 2048 else 0
 
+    @property
+    def _wide_of_64(self) -> bool:
+        return not self._narrow and self.shape.head_dim == 64
+
+    @property
+    def holds(self) -> bool:
+        """Whether this kernel keeps a page in registers between stages. As measured: one row of all wide models; a
+        narrow one has pages in registers early in another way. The head takes none from registers, and where a step is
+        folded it would be given one while its inputs are waited for.
+        """
+        return self.one_row and not self._narrow and not self.folded and self.hold is not False
+
+    def _watch_each(self) -> bool:
+        """As measured: it helps wide models with heads of 64 alone, 1 % at eight rows."""
+        return not self.one_row and (self._wide_of_64 if self.watch_each is None else self.watch_each)
+
+    def _row_warps(self) -> int:
+        """As measured: 1 with heads of 64, 2 with heads of 128 where a model is narrow. Wide models with heads of 128
+        have room for the sums of too few units.
+        """
+        usual = 1 if self.shape.head_dim == 64 else 2 if self._narrow else 0
+        return 0 if self.one_row else usual if self.row_warps is None else self.row_warps
+
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
         s = self.shape
-        holds = self.one_row and self.hold
         if self.ring_pages < 2:
             raise UnsupportedShapeError(
                 f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring"
             )
         if self.buffers < min(3, s.layers):
             raise UnsupportedShapeError(f"slots is {self.slots}; layers take three exchange buffers at least")
+        if self.one_row and self.hold and not self.holds:
+            raise UnsupportedShapeError("hold is set; a narrow model and folded steps keep no page between stages")
         return {
             "ONE_ROW": int(self.one_row),
             "LAYERS": s.layers,
@@ -324,22 +344,16 @@ class DensePlan:
             "PAGE_FRAGMENTS": self.page_fragments,
             "RING_PAGES": self.ring_pages,
             "UNITS": self.ring_units,
-            "PLACES": self._places or self.ring_units,
             "AHEAD": self._ahead(),
             "STAMPS": self.stamps,
             "COPIES": self.copies,
             "UNDER_WAY": self._under_way(),
-            "WAITING": min(self.waiting or self._under_way(), self.ring_pages),
-            "LAST": min(self.last or self._under_way(), self.ring_pages),
-            "HOLD": int(holds),
-            "STAGE_SUMS": int(self.one_row and self.stage_sums),
-            "PUMP_ALL": int(holds or self.waiting is not None or self._places > 0),
+            "HOLD": int(self.holds),
             "NARROW": int(self._narrow),
-            "FOLD": int(self.folded),
+            "FOLD": int(self.one_row and self.folded),
             "SLOTS": self.buffers,
-            "WATCH_EACH": int(self.watch_each),
-            "EARLY_PAGES": int(self.early_pages and not self.one_row),
-            "ROW_WARPS": 0 if self.one_row else self.row_warps,
+            "WATCH_EACH": int(self._watch_each()),
+            "ROW_WARPS": self._row_warps(),
             "PLAIN_COPIES": int(self.plain_copies),
             "ALONE": int(self.alone),
             "BLOCKS": BLOCKS,

@@ -113,7 +113,8 @@ class DenseStep:
         self.biases = pack_biases(shape, weights)
         self.rotary = rotary.contiguous()
         self.scratch = empty((scratch_elements,), torch.bfloat16)
-        self.exchange = empty((plan.exchange_words(),), torch.int32)
+        words = [plan.kernel(rows).exchange_words() for rows in (1, MAX_ROWS)]
+        self.exchanges = [empty((count,), torch.int32) for count in words]
         self.state = empty((16,), torch.int32)
         self.best = empty((MAX_ROWS,), torch.int64)
         self.logits_RV = empty((MAX_ROWS, shape.vocab), torch.float32)
@@ -127,8 +128,9 @@ class DenseStep:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all published words, as before the first step and after a missed deadline."""
-        self.exchange.fill_(-1)
+        """Forget all words that either kernel published, as before the first step and after a missed deadline."""
+        for exchange in self.exchanges:
+            exchange.fill_(-1)
         self.state.zero_()
         self.best.zero_()
 
@@ -167,6 +169,10 @@ class DenseStep:
         """The kernel for steps of so many rows."""
         return self.functions[rows > 1]
 
+    def exchange(self, rows: int) -> Tensor:
+        """The words that blocks of the kernel for so many rows exchange; no other kernel touches them."""
+        return self.exchanges[rows > 1]
+
     def close(self) -> None:
         """Unloads the kernels. Nothing may be launched any more."""
         for function in self.functions:
@@ -180,8 +186,8 @@ class DenseStep:
         tensors = (
             self.stream_PE, self.embedding, self.norms, self.head_norms, self.biases, self.rotary, self.addresses_L2,
             self.maps if self._mapped else None, step.tokens_R, step.positions_R, step.query_start_Q1,
-            step.write_slots_R, step.table_rows_Q, step.page_table_TP, self.scratch, self.exchange, self.state, logits,
-            self.best, self.next_token_R, self.stamps,
+            step.write_slots_R, step.table_rows_Q, step.page_table_TP, self.scratch, self.exchange(rows), self.state,
+            logits, self.best, self.next_token_R, self.stamps,
         )  # fmt: skip
         eps = self.plan.shape.eps
         return _Params(
