@@ -46,9 +46,9 @@ from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
 FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": ({"slots": 3}, {"under_way": 5}),
-    "llama-1b": ({"slots": 16}, {"hold": False}),
-    "qwen3-8b": ({"slots": 36}, {"hold": False}),
+    "qwen3-0.6b": ({"slots": 28}, {"under_way": 5}),
+    "llama-1b": ({"slots": 16}, {"hold": False}, {"copies": 4}, {"under_way": 3}),
+    "qwen3-8b": ({"slots": 36}, {"hold": False}, {"copies": 4}),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-0.6b": ({"slots": 28}, {"row_warps": 0}, {"row_warps": 1}, {"watch_each": True}),

@@ -33,19 +33,20 @@ def test_presets_fit(name: str) -> None:
     assert shape.weight_bytes() <= packed < 1.01 * shape.weight_bytes()
 
 
-CHOICES = ("RING_PAGES", "UNDER_WAY", "UNITS", "SLOTS", "HOLD", "FOLD", "ROW_WARPS", "WATCH_EACH")
+CHOICES = ("RING_PAGES", "UNDER_WAY", "UNITS", "SLOTS", "COPIES", "HOLD", "FOLD", "ROW_WARPS", "WATCH_EACH")
 
 
 @pytest.mark.parametrize(
     ("name", "one_row", "several"),
     [
-        ("llama-1b", (4, 3, 16, 3, 1, 0, 0, 0), (3, 2, 16, 3, 0, 0, 1, 1)),
-        ("qwen3-0.6b", (8, 4, 8, 28, 0, 1, 0, 0), (7, 6, 8, 3, 0, 0, 2, 0)),
-        ("qwen3-8b", (4, 3, 8, 3, 1, 0, 0, 0), (3, 3, 8, 3, 0, 0, 0, 0)),
+        ("llama-1b", (4, 2, 16, 3, 8, 1, 0, 0, 0), (3, 2, 16, 3, 4, 0, 0, 1, 1)),
+        ("qwen3-0.6b", (8, 4, 8, 3, 4, 0, 1, 0, 0), (7, 6, 8, 3, 4, 0, 0, 2, 0)),
+        ("qwen3-8b", (4, 3, 8, 3, 8, 1, 0, 0, 0), (3, 3, 8, 3, 4, 0, 0, 0, 0)),
     ],
 )
 def test_the_defaults_are_what_was_fastest(name: str, one_row: tuple[int, ...], several: tuple[int, ...]) -> None:
-    """Pages of a warp's ring, how many are asked for at once, units of the cache, exchange buffers, what is done."""
+    """Pages of a warp's ring, how many are asked for at once, units of the cache, exchange buffers, how often what all
+    blocks read is published, what is done."""
     plan = plans.DensePlan(plans.PRESETS[name])
     for rows, expected in ((1, one_row), (8, several)):
         found = plan.kernel(rows).definitions()
@@ -67,9 +68,8 @@ def test_layers_take_three_buffers_in_turn_at_least() -> None:
 
 def test_memory_counts_the_exchange_buffers_of_both_kernels() -> None:
     plan = plans.DensePlan(plans.QWEN3_06B)
-    other = dataclasses.replace(plan, slots=3)
-    words = 2 * (28 - 3) * plan.layer_words()  # one row has a buffer for each layer
-    assert plan.memory_bytes(100) - other.memory_bytes(100) == 4 * words
+    more = dataclasses.replace(plan, slots=4)
+    assert more.memory_bytes(100) - plan.memory_bytes(100) == 4 * 2 * 2 * plan.layer_words()
 
 
 def test_a_narrow_or_folded_step_holds_no_page() -> None:

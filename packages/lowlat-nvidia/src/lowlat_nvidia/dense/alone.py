@@ -120,7 +120,8 @@ class AloneSteps:
 
     def copies(self, rows: int) -> int:
         """How often what all blocks read is published."""
-        return self.step.plan.copies if rows <= MAX_ROWS // self.step.plan.copies else 1
+        copies = self.step.plan.kernel(rows).published
+        return copies if rows <= MAX_ROWS // copies else 1
 
     def places(self, stage: int, layer: int, rows: int) -> Tensor:
         """Indices of all words that a stage publishes, copies included."""

@@ -166,7 +166,7 @@ class DensePlan:
     units: int = 0
     ahead: int | None = None
     stamps: int = 0
-    copies: int = 4
+    copies: int | None = None
     under_way: int | None = None
     hold: bool | None = None
     fold: bool | None = None
@@ -243,13 +243,15 @@ class DensePlan:
 
     @property
     def buffers(self) -> int:
-        """Exchange buffers that layers take in turn. As measured: three, but one a layer of one row of a narrow model,
-        whose buffers stay in the L2 anyway; it spares a fence a layer.
+        """Exchange buffers that layers take in turn. As measured: three."""
+        return self.shape.layers if self.alone else min(self.slots or 3, self.shape.layers)
+
+    @property
+    def published(self) -> int:
+        """How often this kernel publishes what all blocks read, where rows are few, so that fewer poll a word. As
+        measured: 8 times of one row, 4 of several; a folded step has room for 4.
         """
-        least = 3 if self.slots is None else self.slots
-        if self.alone or (self.slots is None and self.one_row and self._narrow):
-            least = self.shape.layers
-        return min(least, self.shape.layers)
+        return self.copies or (8 if self.one_row and not self.folded else 4)
 
     def stream_pages(self) -> int:
         """Pages that each warp reads in a step."""
@@ -281,14 +283,14 @@ class DensePlan:
     def folded(self) -> bool:
         """Whether steps of one row are folded."""
         s = self.shape
-        fits = WARPS % s.kv_heads == 0 and s.qdim == 256 * s.kv_heads and s.hidden <= 2048 and self.copies <= 4
+        fits = WARPS % s.kv_heads == 0 and s.qdim == 256 * s.kv_heads and s.hidden <= 2048 and (self.copies or 4) <= 4
         return fits and (self._narrow if self.fold is None else self.fold)
 
     def _under_way(self) -> int:
-        """As measured: what fills 96 KB of a block, and 64 KB where one row has little to stream, or several rows have
-        heads of 64 in a wide model.
+        """As measured: what fills 96 KB of a block, and 64 KB where one row has little to stream, or a wide model has heads
+        of 64.
         """
-        less = self._narrow if self.one_row else self._wide_of_64
+        less = self._wide_of_64 or (self.one_row and self._narrow)
         usual = (64 if less else 96) * 1024 // (WARPS * self.page_bytes)
         return min(self.under_way or usual, self.ring_pages)
 
@@ -346,7 +348,7 @@ class DensePlan:
             "UNITS": self.ring_units,
             "AHEAD": self._ahead(),
             "STAMPS": self.stamps,
-            "COPIES": self.copies,
+            "COPIES": self.published,
             "UNDER_WAY": self._under_way(),
             "HOLD": int(self.holds),
             "NARROW": int(self._narrow),
