@@ -287,8 +287,8 @@ class DensePlan:
         return fits and (self._narrow if self.fold is None else self.fold)
 
     def _under_way(self) -> int:
-        """As measured: what fills 96 KB of a block, and 64 KB where one row has little to stream, or a wide model has heads
-        of 64.
+        """As measured: what fills 96 KB of a block, and 64 KB where one row has little to stream, or heads of a wide
+        model are of 64.
         """
         less = self._wide_of_64 or (self.one_row and self._narrow)
         usual = (64 if less else 96) * 1024 // (WARPS * self.page_bytes)
