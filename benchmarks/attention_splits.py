@@ -2,19 +2,15 @@
 
     python benchmarks/attention_splits.py
 
-takes less than a minute on an H200. Users are cut into as many splits as fill the GPU alone, two programs a processor.
-So eight users' programs come in whole waves where two or four have room on a processor; where three have, the last wave
-is a third full. What must not change with the number of users is the order of sums:
+takes less than twenty seconds on an H200. `rows` are the two launches that ask for the cache before they wait, which an
+engine takes at its start where they are faster for one user and slower for nobody. Their bits are others than those of
+`general`, the launches of all other steps. Of their forms, the default of each number of users first, none differs in a
+bit, which is looked at before anything is timed:
 
-- `long` tiles have 128 tokens instead of 64 and so other bits;
 - a name's number is that of stages, `four`: few enough registers for four programs a processor;
-- `lean` loops read page numbers a turn ahead and have no masks over whole tiles, and `twice` has two such tiles in a
-  turn; neither changes a bit, and forms of one order are compared bit by bit before anything is timed;
-- `rows`: the two launches that ask for the cache before they wait, which an engine takes at its start where they are
-  faster for one user and slower for nobody. Their bits are others, too.
+- `masked` has masks over whole tiles and reads page numbers right before the tokens that they place.
 
-The line after each case names the winner; a form is worth having where it wins with eight users and loses nothing with
-one, unless it leaves the bits as they are: then each number of users may have its own.
+The line after each case names the winner; a form is worth having for each number of users that it is faster with.
 
 Keys and values are random; a sample is a graph of four layers' launches over one cache, divided by four.
 """
@@ -40,60 +36,29 @@ from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.rope import Rope
 from lowlat.layers.triton.ahead import compile_all, rehearsal
-from lowlat.layers.triton.attention import AttentionShape, attend
+from lowlat.layers.triton.attention import attend
 from lowlat.layers.triton.rope_write import rope_write
-from lowlat.layers.triton.row_attention import row_attend
+from lowlat.layers.triton.row_attention import RowShape, row_attend
 
 PAGE, LAUNCHES = 16, 4
 
 
 class Form(msgspec.Struct, frozen=True):
-    """What differs from the default of its tiles; 0: nothing."""
+    """What differs from the default of a few new rows; 0: nothing."""
 
     stages: int = 0
-    tokens: int = 0
     registers: int = 0
-    lean: int = 0
-    rows: bool = False
-    """The attention of a few new rows."""
-
-    def shape(self, group: int, dim: int, users: int) -> AttentionShape:
-        default = AttentionShape.of(group, 1, dim, 2, segments=1 if self.rows else users)
-        return msgspec.structs.replace(
-            default, stages=self.stages or default.stages, block_l=self.tokens or default.block_l,
-            registers=self.registers or default.registers, lean=self.lean or default.lean,
-        )  # fmt: skip
+    lean: bool = True
 
 
-FORMS = {
-    "general": Form(),
-    "general four": Form(registers=128),
-    "general lean-2-four": Form(lean=1, stages=2, registers=128),
-    "general lean-4": Form(lean=1, stages=4),
-    "general twice-2": Form(lean=2, stages=2),
-    "general rows": Form(rows=True),
-    "general rows-lean-2-four": Form(rows=True, lean=1, stages=2, registers=128),
-    "general rows-lean-3": Form(rows=True, lean=1, stages=3),
-    "general rows-lean-4": Form(rows=True, lean=1, stages=4),
-    "general rows-twice-2": Form(rows=True, lean=2, stages=2),
-    "general rows-long-3": Form(tokens=128, rows=True, stages=3),
-    "general rows-long-lean-2": Form(tokens=128, rows=True, lean=1, stages=2),
+FORMS: dict[str, Form | None] = {
+    "general": None,
+    "general rows": Form(),
+    "general rows-3": Form(stages=3),
+    "general rows-2-four": Form(stages=2, registers=128),
+    "general rows-masked": Form(stages=5, lean=False),
 }
-SMALL = {
-    "general lean-3-four": Form(lean=1, stages=3, registers=128),
-    "general twice-2-four": Form(lean=2, stages=2, registers=128),
-    "general rows-twice-2-four": Form(rows=True, lean=2, stages=2, registers=128),
-    "general rows-twice-3": Form(rows=True, lean=2, stages=3),
-    "general long": Form(tokens=128),
-    "general long-lean-2-four": Form(tokens=128, lean=1, stages=2, registers=128),
-    "general long-lean-3": Form(tokens=128, lean=1, stages=3),
-    "general rows-long": Form(tokens=128, rows=True),
-    "general rows-long-lean-2-four": Form(tokens=128, rows=True, lean=1, stages=2, registers=128),
-    "general rows-long-lean-3": Form(tokens=128, rows=True, lean=1, stages=3),
-    "general rows-long-lean-4": Form(tokens=128, rows=True, lean=1, stages=4),
-    "general rows-long-twice-2": Form(tokens=128, rows=True, lean=2, stages=2),
-}
-"""For heads of 64: of larger ones a processor has no room for so many tiles."""
+"""None: the launches of all other steps."""
 
 
 class Case:
@@ -117,25 +82,32 @@ class Case:
         places_R = table_TP[:, (context - 1) // PAGE].long() * PAGE + (context - 1) % PAGE
         self.step = DeviceStep(last_R, last_R, places_R, [segments], table_TP, PAGE, None)
         self.tables = Rope(dim, 10000.0, context, None, torch.device("cuda")).tables
+        weights = (1 + torch.randn(2, dim, device="cuda") / 8).bfloat16()
+        self.norms = (weights[0], weights[1], 1e-6) if shape.qk_norm else None
         self.bytes = 2 * self.keys_SKD.numel() * 2
 
-    def run(self, form: Form) -> torch.Tensor:
+    def run(self, form: Form | None) -> torch.Tensor:
         """The launches of four layers; the result of the last."""
-        group, (segments,) = self.shape.heads // self.shape.kv_heads, self.step.segments
-        plan: dict[str, Any] = {
-            "programs": 2 * _processors(), "early_start": True,
-            "shape": form.shape(group, self.shape.head_dim, self.users),
-        }  # fmt: skip
-        kv = (self.keys_SKD, self.values_SKD)
+        (segments,), kv, rule = self.step.segments, (self.keys_SKD, self.values_SKD), AttentionRule()
+        plan: dict[str, Any] = {"programs": 2 * _processors(), "early_start": True}
         for _ in range(LAUNCHES):
             out = self.qkv_RYD.new_empty(self.users, self.shape.heads, self.shape.head_dim)
-            if form.rows:
-                row_attend(self.qkv_RYD, *kv, self.step, segments, self.tables, None, AttentionRule(), out, **plan)
+            if form is not None:
+                given = (self.step, segments, self.tables, self.norms, rule)
+                row_attend(self.qkv_RYD, *kv, *given, out, shape=self._of(form), **plan)
                 continue
             where = (self.step.positions_R, self.step.write_slots_R)
-            q_RND = rope_write(self.qkv_RYD, *kv, *where, self.tables, None, early_start=True)
-            attend(q_RND, *kv, self.step.table_TP, PAGE, segments, AttentionRule(), out, **plan)
+            q_RND = rope_write(self.qkv_RYD, *kv, *where, self.tables, self.norms, early_start=True)
+            attend(q_RND, *kv, self.step.table_TP, PAGE, segments, rule, out, **plan)
         return out
+
+    def _of(self, form: Form) -> RowShape:
+        group, (segments,) = self.shape.heads // self.shape.kv_heads, self.step.segments
+        default = RowShape.of(group, self.shape.head_dim, 2, segments, PAGE, 0)
+        if form == Form():
+            return default
+        # With as many registers as the compiler takes, unless a form says otherwise.
+        return msgspec.structs.replace(default, lean=form.lean, stages=form.stages, registers=form.registers)
 
 
 def _processors() -> int:
@@ -143,22 +115,20 @@ def _processors() -> int:
 
 
 def measure(case: Case, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a launch by form; each is compared with the default first, and bit by bit with the first that
-    sums in its order."""
-    forms = FORMS | (SMALL if case.shape.head_dim <= 64 else {})
+    """Microseconds of a launch by form; each is compared with the launches of other steps first, and bit by bit with
+    the default of its kind."""
     with rehearsal() as found:
-        for form in forms.values():
+        for form in FORMS.values():
             case.run(form)
     compile_all(found, torch.device("cuda"))
-    expected = case.run(FORMS["general"]).float()
+    expected, default = case.run(FORMS["general"]).float(), case.run(FORMS["general rows"])
     arms: dict[str, Callable[[], list[float]]] = {}
-    firsts: dict[tuple[int, bool], torch.Tensor] = {}
-    for name, form in forms.items():
+    for name, form in FORMS.items():
         got = case.run(form)
         distance = float((got.float() - expected).norm() / expected.norm())
-        assert distance < 1e-2, f"{name}: {distance} from the default"
-        if not torch.equal(firsts.setdefault((form.tokens, form.rows), got), got):
-            print(f"   {name} has OTHER BITS than the first of its order", flush=True)
+        assert distance < 1e-2, f"{name}: {distance} from the other steps' launches"
+        if form is not None and not torch.equal(default, got):
+            print(f"   {name} has OTHER BITS than the default", flush=True)
         graph = capture(lambda form=form: case.run(form))
         arms[name] = lambda graph=graph: [time / LAUNCHES for time in time_cuda(graph.replay, 8)]
     measured = alternate(arms, rounds)

@@ -274,13 +274,13 @@ CASES = [
 LLAMA = {"heads": 32, "kv_heads": 8, "dim": 64, "page_size": 16, "device": "cuda"}
 
 
-def attend(case, rule, out=None, programs=None, shape=None):
+def attend(case, rule, out=None):
     from lowlat.layers.triton import attention
 
     out = torch.full_like(case.q_RND, float("nan")) if out is None else out
-    programs = programs or 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    programs = 2 * torch.cuda.get_device_properties(0).multi_processor_count
     paged = (case.q_RND, case.keys_SKD, case.values_SKD, case.table_TP, case.page_size)
-    attention.attend(*paged, case.segments, rule, out, programs=programs, shape=shape)
+    attention.attend(*paged, case.segments, rule, out, programs=programs)
     return out
 
 
@@ -316,36 +316,41 @@ def test_a_row_is_the_same_bits_beside_any_neighbours(dtype):
         assert torch.equal(attend(case, case.rule())[index], together[index])
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("lean", "stages", "registers"), [(1, 2, 128), (1, 4, 0), (2, 2, 0)])
-def test_loops_without_masks_leave_the_bits(dim, lean, stages, registers):
+@pytest.mark.parametrize(
+    ("dim", "norms", "page"), [(64, False, 16), (64, True, 16), (128, False, 16), (128, True, 16), (128, True, 64)]
+)
+def test_loops_without_masks_leave_the_bits(dim, norms, page):
+    """Of one request, two and many, whose kernels differ, against loops with masks; the cache, too. Lengths end with a
+    tile, one behind it and amid a page, one request is padding, and splits of the long ones end amid a page."""
     import msgspec
-    from kernel_cases import PagedCase
     from row_cases import RowCase, Shape
 
-    from lowlat.layers.triton.attention import AttentionShape
-    from lowlat.layers.triton.row_attention import row_attend
+    from lowlat.layers.triton.row_attention import RowShape, row_attend
 
-    form = {"lean": lean, "stages": stages, "registers": registers}
-    lengths = [9000, 64, 9, 4567, 200]
-    case = PagedCase(lengths, [1] * 5, heads=32, kv_heads=8, dim=dim, page_size=16, dtype=torch.bfloat16, device="cuda")
-    shape = AttentionShape.of(4, 1, dim, 2, segments=5)
-    masked, whole = (
-        attend(case, case.rule(), programs=64, shape=formed)
-        for formed in (msgspec.structs.replace(shape, lean=0), msgspec.structs.replace(shape, **form))
-    )
-    assert not masked.isnan().any()
-    assert torch.equal(whole, masked)
-    rows = RowCase(Shape(1, 32, 8, dim, 16), lengths, [1] * 5, "cuda", torch.bfloat16)
-    outs = []
-    for formed in (msgspec.structs.replace(shape, lean=0), msgspec.structs.replace(shape, **form)):
-        mine = rows.moved()
-        out = torch.full((5, 32 * dim), float("nan"), dtype=torch.bfloat16, device="cuda")
-        where = (mine.step, mine.step.segments[0], mine.tables, mine.norms, mine.rule, out)
-        row_attend(mine.qkv_RYD, mine.keys_SKD, mine.values_SKD, *where, programs=64, shape=formed)
-        outs.append(out)
-    assert not outs[0].isnan().any()
-    assert torch.equal(*outs)
+    before = [9000, 0, 63, 64, 65, 128, 129, 4567, 448, 449, 20_001, 1]
+    case = RowCase(Shape(1, 32, 8, dim, page, norms=norms), before, [1] * 11 + [0], "cuda", torch.bfloat16)
+    every = case.moved().step.segments[0]
+
+    def result(first, last, *, masked=False):
+        mine = case.moved()
+        parts = (every.slots_B, every.first_B, every.rows_B, every.lengths_B)
+        batch = type(every)(*(part[first:last].clone() for part in parts), 1, every.longest)
+        shape = RowShape.of(4, dim, 2, batch, page, 0)
+        assert shape.lean
+        if masked:
+            shape = msgspec.structs.replace(shape, lean=False, stages=5, registers=0)
+        out = torch.full((len(before), 32 * dim), float("nan"), dtype=torch.bfloat16, device="cuda")
+        where = (mine.step, batch, mine.tables, mine.norms, mine.rule, out)
+        pools = (mine.keys_SKD, mine.values_SKD)
+        row_attend(mine.qkv_RYD, *pools, *where, programs=264, early_start=True, shape=shape)
+        return out[first:last], *(pool.nan_to_num(9e9) for pool in pools)
+
+    masked = result(0, 12, masked=True)
+    assert not masked[0].isnan().any()
+    assert not masked[0][11].any()
+    assert all(map(torch.equal, result(0, 12), masked))
+    for first, last in [(index, index + 1) for index in range(12)] + [(0, 2), (4, 6), (10, 12), (7, 10)]:
+        assert torch.equal(result(first, last)[0], masked[0][first:last])
 
 
 def test_one_capture_serves_every_length():

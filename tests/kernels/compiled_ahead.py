@@ -6,6 +6,7 @@ test_kernels_compile.py runs this in a process of its own: Triton is told of a G
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
@@ -40,8 +41,12 @@ class NoDriver:
         return GPUTarget("cuda", 90, 32)
 
 
+def cache() -> Path:
+    return Path(os.environ["TRITON_CACHE_DIR"])
+
+
 def cached() -> set[str]:
-    return {str(path) for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")}
+    return {str(path) for path in cache().rglob("*.cubin")}
 
 
 def check_choice(runner: Any) -> None:
@@ -49,7 +54,7 @@ def check_choice(runner: Any) -> None:
     before, ops = cached(), runner.model.ops
     with torch.inference_mode():
         wanted = {
-            "one_row_attention": row_kernels.attention_chains(runner.model, runner.kv, 2, 1),
+            "one_row_attention": row_kernels.attention_chains(runner.model, runner.kv, 4, 1),
             "row_attention": row_kernels.attention_chains(runner.model, runner.kv, 2, 3),
         }
         assert all(len(groups) > 1 for groups in wanted.values())
@@ -57,6 +62,8 @@ def check_choice(runner: Any) -> None:
         compiled = cached()
         names = {Path(path).stem for path in compiled - before}
         assert {"row_attend_kernel", "join_kernel", "attend_kernel", "combine_kernel"} <= names
+        limits = {json.loads(path.read_text())["maxnreg"] for path in cache().rglob("row_attend_kernel.json")}
+        assert limits == {None, 128}, "one request and several have kernels of their own"
         for name, groups in wanted.items():
             for ours in (0, EVERY):
                 setattr(ops, name, ours)
@@ -68,8 +75,10 @@ def check_choice(runner: Any) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     driver.set_active(NoDriver())
-    save_random(folder, "Qwen3", head_dim=16, num_hidden_layers=5)
-    _, runner = make_runner(build(folder), EngineSize(max_batch=2), TritonOps(4, early_start=True))
+    save_random(folder, "Qwen3", head_dim=128, num_hidden_layers=5)
+    _, runner = make_runner(
+        build(folder, dtype=torch.bfloat16), EngineSize(max_batch=4), TritonOps(4, early_start=True)
+    )
     mode = SamplingMode(draws=True, filters=True)
 
     def steps() -> None:

@@ -5,7 +5,6 @@ test_kernels_interpreted.py runs them in a process of their own, since a process
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -171,9 +170,9 @@ def test_keys_of_all_layers_are_written_at_once(layers, kv_heads, dim, rows):
         assert pool[:, others].isnan().all(), "a slot of nobody's was written"
 
 
-def run(case, segments, rule, out, programs, shape=None):
+def run(case, segments, rule, out, programs):
     paged = (case.q_RND, case.keys_SKD, case.values_SKD, case.table_TP, case.page_size)
-    attention.attend(*paged, segments, rule, out, programs=programs, shape=shape)
+    attention.attend(*paged, segments, rule, out, programs=programs)
 
 
 CASES = [
@@ -245,32 +244,6 @@ def test_a_row_is_the_same_bits_beside_any_neighbours():
         run(case, one, rule, alone, 16)
         assert torch.equal(alone[index], out[index])
         assert alone.isnan().any(-1).any(-1).sum() == 2, "rows of others were written"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rows", "page", "window"),
-    [
-        ([170], [1], 16, 0),
-        ([170], [1], 16, 40),
-        ([5, 0, 192], [1, 1, 1], 1, 0),
-        ([5, 0, 192], [1, 1, 1], 7, 0),
-        ([200, 63, 9], [5, 5, 3], 16, 0),
-    ],
-)
-def test_loops_without_masks(lengths, rows, page, window):
-    case = PagedCase(lengths, rows, heads=4, kv_heads=2, dim=16, page_size=page, window=window)
-    case.segments.tight = True
-    rule = case.rule(window=window)
-    shape = attention.AttentionShape.of(2, case.segments.most_rows, 16, 4, tight=True)
-    for programs in (1, 7):
-        outs = [torch.full_like(case.q_RND, float("nan")) for _ in range(3)]
-        for lean, out in enumerate(outs):
-            formed = msgspec.structs.replace(shape, lean=lean)
-            assert formed.tiles(page, rule) == (lean if page in (1, 16) and not window else 0)
-            run(case, case.segments, rule, out, programs, formed)
-        assert torch.equal(outs[1], outs[0])
-        # The interpreter sums two tensors at once in another order than one; a GPU does not.
-        torch.testing.assert_close(outs[2], outs[0], rtol=2e-6, atol=2e-6)
 
 
 def test_long_requests_are_split_over_the_programs():

@@ -16,8 +16,7 @@ from row_cases import REQUESTS, SHAPES, RowCase, Shape, check_new_rows
 from lowlat.bench.region_arms import OPERATIONS
 from lowlat.layers.device_reference import ReferenceOps
 from lowlat.layers.device_step import RowSegments
-from lowlat.layers.triton.attention import AttentionShape
-from lowlat.layers.triton.row_attention import row_attend
+from lowlat.layers.triton.row_attention import RowShape, row_attend
 from lowlat.layers.triton_ops import EVERY, TritonOps
 
 
@@ -30,25 +29,30 @@ def test_new_rows(shape, before, rows):
     check_new_rows(RowCase(shape, before, rows), programs=programs, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[6], SHAPES[9]], ids=str)
+EDGES = [0, 32, 64, 65, 96, 97, 170, 9]
+"""Tokens before a step. The last request is padding."""
+
+
+@pytest.mark.parametrize("shape", [SHAPES[9], Shape(1, 4, 1, 24, 16), Shape(1, 4, 1, 16, 32)], ids=str)
 def test_loops_without_masks(shape):
-    case = RowCase(shape, [170, 5], [shape.width, 1])
-    default = AttentionShape.of(shape.heads // shape.kv_heads, shape.width, shape.dim, 4, tight=True)
-    results = []
-    for lean in range(3):
-        mine = case.moved()
-        (batch,) = mine.step.segments
-        out = mine.qkv_RYD.new_full((len(mine.qkv_RYD), shape.heads * shape.dim), float("nan"))
-        row_attend(
-            mine.qkv_RYD, mine.keys_SKD, mine.values_SKD, mine.step, batch, mine.tables, mine.norms, mine.rule, out,
-            programs=4, shape=msgspec.structs.replace(default, lean=lean),
-        )  # fmt: skip
-        assert out.isfinite().all()
-        results.append((out, mine.keys_SKD.nan_to_num(9e9), mine.values_SKD.nan_to_num(9e9)))
-    masked, single, twice = results
-    assert all(map(torch.equal, single, masked))
-    # The interpreter sums two tensors at once in another order than one; a GPU does not.
-    torch.testing.assert_close(twice, masked, rtol=2e-6, atol=2e-6)
+    """Few splits of whole and broken tiles, or many; tiles of 32 tokens."""
+    case = RowCase(shape, EDGES, [1] * (len(EDGES) - 1) + [0])
+    default = RowShape.of(shape.heads // shape.kv_heads, shape.dim, 4, case.step.segments[0], shape.page, 0)
+    lean = msgspec.structs.replace(default, lean=True)
+    assert not default.lean
+    for programs in (2, 8):
+        results = []
+        for formed in (default, lean):
+            mine = case.moved()
+            (batch,) = mine.step.segments
+            out = mine.qkv_RYD.new_full((len(mine.qkv_RYD), shape.heads * shape.dim), float("nan"))
+            row_attend(
+                mine.qkv_RYD, mine.keys_SKD, mine.values_SKD, mine.step, batch, mine.tables, mine.norms, mine.rule, out,
+                programs=programs, shape=formed,
+            )  # fmt: skip
+            assert out.isfinite().all()
+            results.append((out, mine.keys_SKD.nan_to_num(9e9), mine.values_SKD.nan_to_num(9e9)))
+        assert all(map(torch.equal, *results))
 
 
 def test_a_row_is_the_same_bits_beside_any_neighbours():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements/triton.txt")
 
-from compile_kit import SHARED, TARGETS, compiled, resources  # noqa: E402
+from compile_kit import CUOBJDUMP, SHARED, TARGETS, compiled, resources  # noqa: E402
 
+from lowlat.layers.device_step import RowSegments  # noqa: E402
 from lowlat.layers.triton import attention, row_attention  # noqa: E402
 
 
@@ -29,7 +33,7 @@ def attend_arguments(
         "ITEMS": kind == "items", "SINGLE": most_rows == 1 or tight,
         "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
         "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
-        "SIFTED": kind != "draft" and most_rows > shape.block_q, "LEAN": 0, "EARLY": lanes == 32,
+        "SIFTED": kind != "draft" and most_rows > shape.block_q, "EARLY": lanes == 32,
     }  # fmt: skip
     return types, constants, shape
 
@@ -85,7 +89,7 @@ def new_rows_arguments(
         "BLOCK_M": max(16, triton.next_power_of_2(group * rows)), "BLOCK_L": block_l, "BLOCK_D": dim,
         "MIN_CHUNK": attention.MIN_CHUNK, "EARLY": True,
     }  # fmt: skip
-    more = {"PAGE": 16, "NORM": False, "DRAFT": False, "LEAN": 0, "BLOCK_R": row_attention.MOST_ROWS}
+    more = {"PAGE": 16, "NORM": False, "DRAFT": False, "LEAN": False, "BLOCK_R": row_attention.MOST_ROWS}
     common |= {name: value for name, value in constants.items() if name in common}
     return types, common, more | {name: value for name, value in constants.items() if name in more}
 
@@ -96,6 +100,7 @@ def new_rows_arguments(
     [
         ("bf16", 9, 3, 64, 7, False, 0, False),
         ("bf16", 32, 8, 64, 1, False, 0, False),
+        ("bf16", 32, 8, 64, 1, True, 128, False),
         ("bf16", 9, 3, 64, 6, True, 257, True),
         ("bf16", 32, 8, 128, 8, True, 0, False),
         ("bf16", 64, 8, 64, 8, False, 128, False),
@@ -111,9 +116,12 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
     block_m = common["BLOCK_M"]
     kernel = row_attention.row_attend_kernel
     mine = {name: types[name] for name in kernel.arg_names if name in types}
-    lanes, size = TARGETS[target].warp_size, 4 if dtype == "fp32" else 2
-    shape = attention.AttentionShape.of(group, rows, dim, size, lanes=lanes, tight=True)
-    built = compiled(kernel, target, mine, common | more, num_warps=4, num_stages=shape.stages)
+    shape = row_shape(
+        group, dim, 4 if dtype == "fp32" else 2, rows=rows, lanes=TARGETS[target].warp_size, window=window
+    )
+    assert shape.block_l == block_l
+    threads = 32 * shape.warps
+    built = compiled(kernel, target, mine, common | more | {"LEAN": shape.lean}, **shape.options())
     registers, spilled, shared = resources(built, target, tmp_path)
     assert shared <= SHARED[target] // 2
     join = row_attention.join_kernel
@@ -124,49 +132,78 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
     assert resources(joined, target, tmp_path)[1] == 0
     if target == "sm_90":
         assert spilled == 0
-        assert registers * 32 * 4 <= 32768
+        assert registers * threads <= 32768
         before, after = built.asm["ptx"].split("griddepcontrol.wait")
         # Keys and values of the cache before the wait, and behind it all of the new rows before the first barrier.
-        assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 2 * block_l * dim // (8 * 32 * 4)
+        assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 2 * block_l * dim // (8 * threads)
         new = after.split("bar.sync", 1)[0].count("ld.global")
-        assert new >= (2 * block_m + 3 * 16) * dim // (8 * 32 * 4)
+        assert new >= (2 * block_m + 3 * 16) * dim // (8 * threads)
         assert joined.asm["ptx"].count("bar.sync") <= 1
 
 
 @pytest.mark.parametrize(
-    ("dim", "tokens", "lean", "stages", "most", "programs", "spills"),
+    ("dim", "norm", "segments", "programs", "spills"),
     [
-        (128, 64, 1, 2, 128, 4, 32),
-        (128, 64, 1, 4, 0, 2, 0),
-        (128, 64, 2, 2, 0, 2, 0),
-        (64, 64, 1, 3, 128, 4, 40),
-        (64, 64, 2, 2, 128, 4, 40),
-        (64, 128, 1, 2, 128, 4, 96),
-        (64, 128, 1, 3, 0, 2, 0),
+        (64, False, 1, 4, 0),
+        (64, True, 1, 3, 0),
+        (128, False, 2, 3, 0),
+        (128, True, 2, 2, 0),
+        (128, False, 3, 4, 0),
+        # Values that are asked for before the wait; the loops need none of them.
+        (128, True, 3, 4, 208),
     ],
 )
-@pytest.mark.parametrize("of", ["attend", "rows"])
-def test_loops_without_masks_fit(of, dim, tokens, lean, stages, most, programs, spills, tmp_path):
-    """Whole tiles have one wait and one set of barriers a turn, also where it has two of them."""
-    if of == "attend":
-        kernel = attention.attend_kernel
-        types, constants, _ = attend_arguments("bf16", 4, dim, 1, 32, "plain")
-        constants |= {"BLOCK_L": tokens, "LEAN": lean}
-    else:
-        kernel = row_attention.row_attend_kernel
-        types, common, more = new_rows_arguments("bf16", 4, dim, 1, tokens, LEAN=lean)
-        types, constants = {name: types[name] for name in kernel.arg_names if name in types}, common | more
-        # Keys and values that are asked for before the wait are held in registers.
-        spills += 160 if most and dim > 64 else 0
-    options = {"maxnreg": most} if most else {}
-    built = compiled(kernel, "sm_90", types, constants, num_warps=4, num_stages=stages, **options)
+@pytest.mark.parametrize("group", [2, 4, 8])
+def test_loops_without_masks_fit(group, dim, norm, segments, programs, spills, tmp_path):
+    """A turn has one wait and one set of barriers, and as many programs have room on a processor."""
+    shape, kernel = row_shape(group, dim, 2, segments=segments), row_attention.row_attend_kernel
+    assert shape.lean
+    types, common, more = new_rows_arguments("bf16", group, dim, 1, shape.block_l, NORM=norm, LEAN=True)
+    mine = {name: types[name] for name in kernel.arg_names if name in types}
+    built = compiled(kernel, "sm_90", mine, common | more, **shape.options())
     registers, spilled, shared = resources(built, "sm_90", tmp_path)
     assert spilled <= spills
     assert registers * 32 * 4 * programs <= 65536
     assert (shared + 1024) * programs <= 228 * 1024
     turn = first_loop(built.asm["ptx"])
     assert turn.count("cp.async.wait_group") == 1
-    assert turn.count("bar.sync") <= (11 if lean == 2 else 9)
+    assert turn.count("bar.sync") <= 9
+    assert not spilled or not spills_in_loops(tmp_path / "kernel.cubin")
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, (True, 3, 0)),
+        ({"segments": 2}, (True, 3, 0)),
+        ({"segments": 3}, (True, 2, 128)),
+        ({"segments": 256, "dim": 80}, (True, 2, 128)),
+        ({"segments": 256, "dim": 64}, (True, 3, 0)),
+        ({"page_size": 1}, (True, 3, 0)),
+        ({"page_size": 64}, (True, 3, 0)),
+        # As they were: pages that end amid a tile, windows, several rows, wide groups, float32, warps of 64 lanes.
+        ({"page_size": 12}, (False, 5, 0)),
+        ({"page_size": 128}, (False, 5, 0)),
+        ({"window": 300, "segments": 8}, (False, 5, 0)),
+        ({"rows": 2}, (False, 5, 0)),
+        ({"rows": 8, "segments": 8}, (False, 3, 0)),
+        ({"group": 32}, (False, 3, 0)),
+        ({"size": 4, "segments": 8}, (False, 2, 0)),
+        ({"lanes": 64, "segments": 8}, (False, 3, 0)),
+    ],
+)
+def test_shapes_of_new_rows(changed, expected):
+    shape = row_shape(**{"group": 4, "dim": 128, "size": 2} | changed)
+    assert (shape.lean, shape.stages, shape.registers) == expected
+
+
+def row_shape(
+    group: int, dim: int, size: int, *, rows: int = 1, segments: int = 1, page_size: int = 16, window: int = 0,
+    lanes: int = 32,
+) -> row_attention.RowShape:  # fmt: skip
+    each = torch.zeros(segments, dtype=torch.int32)
+    batch = RowSegments(each, each, each, each, most_rows=rows, longest=9, tight=True)
+    return row_attention.RowShape.of(group, dim, size, batch, page_size, window, lanes)
 
 
 def first_loop(ptx: str) -> str:
@@ -181,3 +218,16 @@ def first_loop(ptx: str) -> str:
             if "mma.sync" in body:
                 return body
     raise AssertionError("no loop multiplies")
+
+
+def spills_in_loops(cubin: Path) -> list[str]:
+    """Instructions that store or load spilled registers in loops that multiply."""
+    text = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    lines = [(int(place, 16), line) for place, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", text)]
+    jumps = [
+        (int(jump[1], 16), place) for place, line in lines if (jump := re.search(r"\bBRA\b.*\s(0x[0-9a-f]+)", line))
+    ]
+    bodies = [[line for place, line in lines if first <= place <= last] for first, last in jumps if first < last]
+    loops = [body for body in bodies if any("HMMA" in line for line in body)]
+    assert loops
+    return [line for body in loops for line in body if re.search(r"\b(STL|LDL)\b", line)]

@@ -26,7 +26,7 @@ import triton.language as tl
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import RowSegments
 from lowlat.layers.triton import early
-from lowlat.layers.triton.attention_tiles import look, look_lean, tile_pages, tile_slots
+from lowlat.layers.triton.attention_tiles import look
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
@@ -61,7 +61,7 @@ def attend_kernel(
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SINKS: tl.constexpr, ITEMS: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, SIFTED: tl.constexpr, LEAN: tl.constexpr, EARLY: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, SIFTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes items `program_id`, `program_id` + programs, ...; `scale` includes log2(e).
 
@@ -150,11 +150,6 @@ def attend_kernel(
         sum_m = tl.zeros([BLOCK_M], tl.float32)
         mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         pages_ptr = table_ptr + slot * table_stride
-        if LEAN:
-            low, best_m, sum_m, mixed = look_lean(
-                low, tl.minimum(length - rows + block * BLOCK_Q + 1, high), high, pages_ptr, q, best_m, sum_m, mixed,
-                keys_ptr, values_ptr, kv_head, scale, LEAN, KV_HEADS, DIM, PAGE, BLOCK_L, BLOCK_D,
-            )  # fmt: skip
         if SIFTED:
             # Tokens that every row of the block sees, in whole tiles, need no mask.
             clear = length - rows + block * BLOCK_Q + 1
@@ -170,8 +165,6 @@ def attend_kernel(
                     False, False, False, 0, KV_HEADS, DIM, BLOCK_D,
                 )  # fmt: skip
             low = clear
-        if LEAN:
-            page_p = tile_pages(pages_ptr, low, high, PAGE, BLOCK_L)
         for start in range(low, high, BLOCK_L):
             seen_l = start + place_l
             seen_ok = seen_l < high
@@ -180,12 +173,8 @@ def attend_kernel(
             paged_ok = seen_ok
             if DRAFT:
                 paged_ok = seen_l < tl.minimum(high, length - rows)
-            if LEAN:
-                slot_l = tile_slots(page_p, PAGE, BLOCK_L)
-                page_p = tile_pages(pages_ptr, start + BLOCK_L, high, PAGE, BLOCK_L)
-            else:
-                page_l = tl.load(pages_ptr + seen_l // PAGE, mask=paged_ok, other=0).to(tl.int64)
-                slot_l = page_l * PAGE + seen_l % PAGE
+            page_l = tl.load(pages_ptr + seen_l // PAGE, mask=paged_ok, other=0).to(tl.int64)
+            slot_l = page_l * PAGE + seen_l % PAGE
             if DRAFT:
                 slot_l = tl.where(paged_ok, slot_l, (block_base + first + seen_l - (length - rows)).to(tl.int64))
             best_m, sum_m, mixed = look(
@@ -317,23 +306,6 @@ class AttentionShape(msgspec.Struct, frozen=True):
     """Tokens that an item looks at in one turn."""
     warps: int
     stages: int
-    """One more than turns of a `lean` loop that have loads under way; of another about twice as many as tiles."""
-    lean: int = 0
-    """Whole tiles that are looked at in one turn, without masks and with page numbers that were read a turn before: one
-    or two; 0: every tile has masks. The bits of results are the same."""
-    registers: int = 0
-    """Most registers of a thread, so that more programs have room on a processor; 0: as many as the compiler takes."""
-
-    def tiles(self, page_size: int, rule: AttentionRule) -> int:
-        """`lean`, or 0 where tiles may begin amid a page."""
-        aligned = self.block_l % page_size == 0 and page_size & (page_size - 1) == 0
-        return self.lean if aligned and not rule.window else 0
-
-    def options(self) -> dict[str, int]:
-        """Of a launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages} | (
-            {"maxnreg": self.registers} if self.registers else {}
-        )
 
     @classmethod
     def of(
@@ -377,13 +349,12 @@ def attend(
     programs: int,
     early_start: bool = False,
     block_base: int = -1,
-    shape: AttentionShape | None = None,
 ) -> None:
     """softmax(q k^T scale) v of the segments' rows, written to `out_RND`; other rows stay as they are.
 
     `programs`: programs that fill the device, and about as many splits as a lone segment gets. `block_base`: see
-    `DeviceStep`. `shape`: another than `AttentionShape.of` these segments. All tensors contiguous;
-    `out_RND` has the type of `q_RND`, float32 or bfloat16. Softmax and sums are float32 (Milakov and Gimelshein 2018).
+    `DeviceStep`. All tensors contiguous; `out_RND` has the type of `q_RND`, float32 or bfloat16. Softmax and sums are
+    float32 (Milakov and Gimelshein 2018).
     """
     total, heads, dim = q_RND.shape
     kv_heads = keys_SKD.shape[1]
@@ -394,7 +365,7 @@ def attend(
     assert keys_SKD.is_contiguous()
     assert values_SKD.is_contiguous()
     size = q_RND.element_size()
-    shape = shape or AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
+    shape = AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
     draft = block_base >= 0
     few = segments.most_rows == 1 or segments.tight
     single = few and segments.most_rows <= shape.block_q
@@ -402,7 +373,6 @@ def attend(
     many = segments.most_rows > shape.block_q
     most = min(MAX_SPLITS, max(1, -(-programs // (2 * kv_heads if many else kv_heads))))
     blocks = -(-segments.most_rows // shape.block_q)
-    lean = 0 if draft or segments.items is not None else shape.tiles(page_size, rule)
     parts = count * most * kv_heads * shape.block_m
     partial = torch.empty(parts * dim, dtype=torch.float32, device=q_RND.device)
     sums = torch.empty(parts * 2, dtype=torch.float32, device=q_RND.device)
@@ -424,7 +394,7 @@ def attend(
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
         count, table_TP.stride(0), block_base, scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
         DRAFT=draft, SIFTED=many and not draft and not rule.window,
-        LEAN=lean, BLOCK_B=block_b, **shape.options(),
+        BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if most > 1 and few:
         combine_kernel[(count, heads, segments.most_rows)](

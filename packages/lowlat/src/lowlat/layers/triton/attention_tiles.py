@@ -1,4 +1,4 @@
-"""Tiles of tokens that attention looks at one after another, and loops over those that need no mask.
+"""Tiles of tokens that attention looks at one after another, and a loop over those that need no mask.
 
 Legend of shape suffixes: as in `attention`.
 """
@@ -82,85 +82,22 @@ def look(
 
 
 @triton.jit
-def _both_tops(top_a, top_b, more_a, more_b):
-    return tl.maximum(top_a, more_a), tl.maximum(top_b, more_b)
-
-
-@triton.jit
-def _both_sums(sum_a, sum_b, more_a, more_b):
-    return sum_a + more_a, sum_b + more_b
-
-
-@triton.jit
-def look_twice(
-    slot_a, slot_b, seen_ok, q, best_m, sum_m, mixed, keys_ptr, values_ptr, kv_head, place_d, scale,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Two whole tiles, one behind the other, as `look` twice: the same bits by half as many rounds through memory that
-    warps share."""
-    dim_ok = place_d < DIM
-    offset_a, offset_b = (slot_a * KV_HEADS + kv_head) * DIM, (slot_b * KV_HEADS + kv_head) * DIM
-    if DIM < BLOCK_D:
-        keys_a = tl.load(keys_ptr + offset_a[None, :] + place_d[:, None], mask=dim_ok[:, None], other=0.0)
-        keys_b = tl.load(keys_ptr + offset_b[None, :] + place_d[:, None], mask=dim_ok[:, None], other=0.0)
-    else:
-        keys_a = tl.load(keys_ptr + offset_a[None, :] + place_d[:, None])
-        keys_b = tl.load(keys_ptr + offset_b[None, :] + place_d[:, None])
-    scores_a = tl.dot(q, keys_a, input_precision="ieee") * scale
-    scores_b = tl.dot(q, keys_b, input_precision="ieee") * scale
-    # As in `look`: nothing may be fused.
-    scores_a = tl.where(seen_ok[None, :], scores_a, float("-inf"))
-    scores_b = tl.where(seen_ok[None, :], scores_b, float("-inf"))
-    top_a, top_b = tl.reduce((scores_a, scores_b), 1, _both_tops)
-    next_a = tl.maximum(best_m, top_a)
-    next_b = tl.maximum(next_a, top_b)
-    base_a = tl.where(next_a == float("-inf"), 0.0, next_a)
-    base_b = tl.where(next_b == float("-inf"), 0.0, next_b)
-    weights_a, weights_b = tl.exp2(scores_a - base_a[:, None]), tl.exp2(scores_b - base_b[:, None])
-    total_a, total_b = tl.reduce((weights_a, weights_b), 1, _both_sums)
-    fade_a, fade_b = tl.exp2(best_m - base_a), tl.exp2(next_a - base_b)
-    sum_m = (sum_m * fade_a + total_a) * fade_b + total_b
-    if DIM < BLOCK_D:
-        values_a = tl.load(values_ptr + offset_a[:, None] + place_d[None, :], mask=dim_ok[None, :], other=0.0)
-        values_b = tl.load(values_ptr + offset_b[:, None] + place_d[None, :], mask=dim_ok[None, :], other=0.0)
-    else:
-        values_a = tl.load(values_ptr + offset_a[:, None] + place_d[None, :])
-        values_b = tl.load(values_ptr + offset_b[:, None] + place_d[None, :])
-    mixed = tl.dot(weights_a.to(values_a.dtype), values_a, mixed * fade_a[:, None], input_precision="ieee")
-    mixed = tl.dot(weights_b.to(values_b.dtype), values_b, mixed * fade_b[:, None], input_precision="ieee")
-    return next_b, sum_m, mixed
-
-
-@triton.jit
 def look_lean(
-    low, high, most, pages_ptr, q, best_m, sum_m, mixed, keys_ptr, values_ptr, kv_head, scale,
-    TILES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    low, high, pages_ptr, q, best_m, sum_m, mixed, keys_ptr, values_ptr, kv_head, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens from `low` up to `high`, which every row sees, what is left from and the state of the softmax after
-    as many tiles as go by `TILES` in a turn. Page numbers, up to those of `most`, come a turn ahead of their tokens."""
+    """The whole tiles of tokens from `low` up to `high`, all of which every row sees: where the rest begins, and the
+    state of the softmax. Page numbers come a turn ahead of their tokens."""
     place_l, place_d = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_D)
-    clear = low + tl.maximum(high - low, 0) // (TILES * BLOCK_L) * (TILES * BLOCK_L)
-    page_p = tile_pages(pages_ptr, low, most, PAGE, BLOCK_L)
-    if TILES == 1:
-        for start in range(low, clear, BLOCK_L):
-            slot_l = tile_slots(page_p, PAGE, BLOCK_L)
-            page_p = tile_pages(pages_ptr, start + BLOCK_L, most, PAGE, BLOCK_L)
-            # Of the whole tile, and nothing that the compiler knows.
-            seen_ok = place_l * 0 + start < most
-            best_m, sum_m, mixed = look(
-                slot_l, slot_l, seen_ok, q, best_m, sum_m, mixed, 0, 0, 0, 0, keys_ptr, values_ptr, kv_head, place_d,
-                scale, False, False, False, 0, KV_HEADS, DIM, BLOCK_D, True,
-            )  # fmt: skip
-    else:
-        other_p = tile_pages(pages_ptr, low + BLOCK_L, most, PAGE, BLOCK_L)
-        for start in range(low, clear, 2 * BLOCK_L):
-            slot_l, other_l = tile_slots(page_p, PAGE, BLOCK_L), tile_slots(other_p, PAGE, BLOCK_L)
-            page_p = tile_pages(pages_ptr, start + 2 * BLOCK_L, most, PAGE, BLOCK_L)
-            other_p = tile_pages(pages_ptr, start + 3 * BLOCK_L, most, PAGE, BLOCK_L)
-            seen_ok = place_l * 0 + start < most
-            best_m, sum_m, mixed = look_twice(
-                slot_l, other_l, seen_ok, q, best_m, sum_m, mixed, keys_ptr, values_ptr, kv_head, place_d, scale,
-                KV_HEADS, DIM, BLOCK_D,
-            )  # fmt: skip
+    clear = low + tl.maximum(high - low, 0) // BLOCK_L * BLOCK_L
+    page_p = tile_pages(pages_ptr, low, high, PAGE, BLOCK_L)
+    for start in range(low, clear, BLOCK_L):
+        slot_l = tile_slots(page_p, PAGE, BLOCK_L)
+        page_p = tile_pages(pages_ptr, start + BLOCK_L, high, PAGE, BLOCK_L)
+        # Of the whole tile, and nothing that the compiler knows.
+        seen_ok = place_l * 0 + start < high
+        best_m, sum_m, mixed = look(
+            slot_l, slot_l, seen_ok, q, best_m, sum_m, mixed, 0, 0, 0, 0, keys_ptr, values_ptr, kv_head, place_d,
+            scale, False, False, False, 0, KV_HEADS, DIM, BLOCK_D, True,
+        )  # fmt: skip
     return clear, best_m, sum_m, mixed

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import torch
 import triton
 import triton.language as tl
@@ -165,8 +166,8 @@ def row_attend_kernel(
         if low < high:
             if LEAN:
                 low, best_m, sum_m, mixed = look_lean(
-                    low, high, high, pages_ptr, q, best_m, sum_m, mixed, keys_ptr, values_ptr, kv_head, scale,
-                    LEAN, KV_HEADS, DIM, PAGE, BLOCK_L, BLOCK_D,
+                    low, high, pages_ptr, q, best_m, sum_m, mixed, keys_ptr, values_ptr, kv_head, scale,
+                    KV_HEADS, DIM, PAGE, BLOCK_L, BLOCK_D,
                 )  # fmt: skip
                 page_p = tile_pages(pages_ptr, low, high, PAGE, BLOCK_L)
             for start in range(low, high, BLOCK_L):
@@ -243,6 +244,42 @@ def fits(batch: RowSegments, heads: int, kv_heads: int, dim: int) -> bool:
     return few and batch.items is None and heads // kv_heads * batch.most_rows <= _MOST_SCORES and dim <= 128
 
 
+class RowShape(msgspec.Struct, frozen=True):
+    """Sizes of a launch that are fixed when its kernel is compiled. Segments have the same bits by all of one
+    `block_l`."""
+
+    block_l: int
+    """Tokens that a program looks at in one turn."""
+    warps: int
+    stages: int
+    """One more than turns of a `lean` loop that have loads under way; of another about twice as many as tiles."""
+    lean: bool = False
+    """Whole tiles, which begin where pages do, have no masks and page numbers that were read a turn before."""
+    registers: int = 0
+    """Most registers of a thread, so that more programs have room on a processor; 0: as many as the compiler takes."""
+
+    @classmethod
+    def of(
+        cls, group: int, dim: int, element_bytes: int, batch: RowSegments, page_size: int, window: int, lanes: int = 32
+    ) -> RowShape:
+        """For segments whose key-value heads serve `group` query heads each, on a device with warps of `lanes`."""
+        # Of one segment, however many there are: more stages take no more registers here.
+        masked = AttentionShape.of(group, batch.most_rows, dim, element_bytes, lanes=lanes, tight=True)
+        shape = cls(masked.block_l, masked.warps, masked.stages)
+        small = batch.most_rows == 1 and element_bytes == 2 and masked.block_m == 16 and lanes == 32
+        if not small or window or page_size & (page_size - 1) or shape.block_l % page_size:
+            return shape
+        # What was fastest on an H200. Four programs have room by 128 registers, and of many segments there are as many.
+        if len(batch.slots_B) > 2 and dim > 64:
+            return msgspec.structs.replace(shape, lean=True, stages=2, registers=128)
+        return msgspec.structs.replace(shape, lean=True, stages=3)
+
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
+
+
 def row_attend(
     qkv_RYD: torch.Tensor,
     keys_SKD: torch.Tensor,
@@ -256,14 +293,14 @@ def row_attend(
     *,
     programs: int,
     early_start: bool = False,
-    shape: AttentionShape | None = None,
+    shape: RowShape | None = None,
 ) -> None:
     """`DeviceOps.rope_attend` of those segments of a step, which `fits`; the result goes to their rows of `out_RX`,
     [R, N * D], in the type of `qkv_RYD`, float32 or bfloat16.
 
     Rows of padding are not read and give zeros. Rows of a segment stand at the last of its tokens, and the step's
     `write_slots_R` say where their keys and values go; those of a draft's block go nowhere.
-    `programs` and `shape`: as in `attend`.
+    `programs`: as in `attend`. `shape`: another than `RowShape.of` these segments.
     """
     _, packed, dim = qkv_RYD.shape
     kv_heads = keys_SKD.shape[1]
@@ -276,8 +313,8 @@ def row_attend(
     draft = step.block_base >= 0
     block_m = max(16, triton.next_power_of_2(group * width))
     block_d = max(16, triton.next_power_of_2(dim))
-    # Of one segment, however many there are: more stages take no more registers here.
-    shape = shape or AttentionShape.of(group, width, dim, qkv_RYD.element_size(), tight=True)
+    shape = shape or RowShape.of(group, dim, qkv_RYD.element_size(), batch, step.page_size, rule.window)
+    assert not shape.lean or (not rule.window and shape.block_l % step.page_size == 0)
     # With the rows' own no more programs than have room at once: a last one that began late would take the longest.
     most = min(MAX_SPLITS, max(1, programs // kv_heads - 1))
     parts = count * (most + 1) * kv_heads * block_m
@@ -294,7 +331,7 @@ def row_attend(
     row_attend_kernel[(count * (most + 1) * kv_heads,)](
         qkv_RYD, keys_SKD, values_SKD, step.table_TP, batch.slots_B, *where, step.write_slots_R, *tables, query_norm_D,
         key_norm_D, partial, sums, step.table_TP.stride(0), eps, scale, PAGE=step.page_size, NORM=norms is not None,
-        DRAFT=draft, LEAN=shape.tiles(step.page_size, rule), BLOCK_R=MOST_ROWS, **shape.options(), **common,
+        DRAFT=draft, LEAN=shape.lean, BLOCK_R=MOST_ROWS, **shape.options(), **common,
     )  # fmt: skip
     join_kernel[(count, width, heads)](
         partial, sums, *where, out_RX if rule.sinks_N is None else rule.sinks_N, out_RX,
