@@ -198,8 +198,8 @@ def test_forms_have_the_same_bits(small_grid: None, monkeypatch: pytest.MonkeyPa
 FORMS_OF_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "not folded": ("two layers", {"fold": False}),
     "four pages": ("two layers", FOUR_PAGES),
-    "layers take turns": ("four layers", {"slots": 3}),
-    "layers take turns, not folded": ("four layers", {"slots": 3, "fold": False}),
+    "a buffer for each layer": ("four layers", {"slots": 4}),
+    "a buffer for each layer, not folded": ("four layers", {"slots": 4, "fold": False}),
     "a page is held": ("four layers", FOUR_PAGES | {"wide": True}),
     "none is held": ("four layers", FOUR_PAGES | {"wide": True, "hold": False}),
 }
@@ -223,7 +223,7 @@ def test_either_kernel_follows_the_other(
     monkeypatch.setattr(plans.DensePlan, "_narrow", not wide)
     built, _ = build(monkeypatch, tmp_path, "four layers")
     kernels = [built.plan.kernel(rows) for rows in (1, 8)]
-    assert [kernel.buffers for kernel in kernels] == [3 if wide else 4, 3]
+    assert [kernel.buffers for kernel in kernels] == [3, 3]
     assert [len(built.exchange(rows)) for rows in (1, 8)] == [kernel.exchange_words() for kernel in kernels]
     inputs, pools = make_case(built.plan.shape, [[331], [5, 6], [70], [0]], 16, 5, "cpu")
     two = dataclasses.replace(
