@@ -4,13 +4,14 @@
 
 takes less than twenty seconds on an H200. `rows` are the two launches that ask for the cache before they wait, which an
 engine takes at its start where they are faster for one user and slower for nobody. Their bits are others than those of
-`general`, the launches of all other steps. Of their forms, the default of each number of users first, none differs in a
-bit, which is looked at before anything is timed:
+`general`, the launches of all other steps. Of their forms, the default first, none differs in a bit, which is looked at
+before anything is timed:
 
-- a name's number is that of stages, `four`: few enough registers for four programs a processor;
-- `masked` has masks over whole tiles and reads page numbers right before the tokens that they place.
+- `lean` has no masks over whole tiles and reads page numbers a turn before the tokens that they place;
+- `masked` has masks, and reads page numbers right before.
 
-The line after each case names the winner; a form is worth having for each number of users that it is faster with.
+The line after each case names the winner. What wins here need not win in a step, where kernels before and behind share
+the processors (`general_step.py`).
 
 Keys and values are random; a sample is a graph of four layers' launches over one cache, divided by four.
 """
@@ -47,15 +48,13 @@ class Form(msgspec.Struct, frozen=True):
     """What differs from the default of a few new rows; 0: nothing."""
 
     stages: int = 0
-    registers: int = 0
     lean: bool = True
 
 
 FORMS: dict[str, Form | None] = {
     "general": None,
     "general rows": Form(),
-    "general rows-3": Form(stages=3),
-    "general rows-2-four": Form(stages=2, registers=128),
+    "general rows-lean": Form(stages=3),
     "general rows-masked": Form(stages=5, lean=False),
 }
 """None: the launches of all other steps."""
@@ -106,8 +105,7 @@ class Case:
         default = RowShape.of(group, self.shape.head_dim, 2, segments, PAGE, 0)
         if form == Form():
             return default
-        # With as many registers as the compiler takes, unless a form says otherwise.
-        return msgspec.structs.replace(default, lean=form.lean, stages=form.stages, registers=form.registers)
+        return msgspec.structs.replace(default, lean=form.lean, stages=form.stages)
 
 
 def _processors() -> int:

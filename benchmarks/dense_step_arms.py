@@ -100,19 +100,17 @@ def sample(arms: dict[str, Arm], rounds: int, warm_seconds: float = 0.3) -> dict
 
 
 def with_plan(built: DenseStep, plan: plans.DensePlan) -> DenseStep:
-    """Another kernel, for all steps that are asked of it, on the same packed weights, and in the exchange buffers of
-    the kernel that it stands for unless it takes more or fewer."""
+    """Another kernel, for all steps that are asked of it, on the same packed weights, with exchange buffers of its own:
+    kernels that publish more or fewer copies would leave words behind for each other.
+    """
     if plan.page_fragments != built.plan.page_fragments:
         raise ValueError(f"{plan} wants weights in pages of {plan.page_fragments} fragments; they are packed otherwise")
     other = copy.copy(built)
     other.plan = plan
     other.functions = load_kernels([plan])[0] * 2
-    shared = built.exchange(1 if plan.one_row else plans.MAX_ROWS)
-    if plan.exchange_words() == len(shared):
-        other.exchanges = [shared] * 2
-    else:
-        other.exchanges = [torch.full((plan.exchange_words(),), -1, dtype=torch.int32, device=shared.device)] * 2
-        other.state = torch.zeros_like(built.state)
+    words = plan.exchange_words()
+    other.exchanges = [torch.full((words,), -1, dtype=torch.int32, device=built.state.device)] * 2
+    other.state = torch.zeros_like(built.state)
     return other
 
 

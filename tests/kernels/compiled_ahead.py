@@ -6,7 +6,6 @@ test_kernels_compile.py runs this in a process of its own: Triton is told of a G
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 from pathlib import Path
@@ -62,8 +61,6 @@ def check_choice(runner: Any) -> None:
         compiled = cached()
         names = {Path(path).stem for path in compiled - before}
         assert {"row_attend_kernel", "join_kernel", "attend_kernel", "combine_kernel"} <= names
-        limits = {json.loads(path.read_text())["maxnreg"] for path in cache().rglob("row_attend_kernel.json")}
-        assert limits == {None, 128}, "one request and several have kernels of their own"
         for name, groups in wanted.items():
             for ours in (0, EVERY):
                 setattr(ops, name, ours)

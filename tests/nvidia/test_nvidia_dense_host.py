@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
 
@@ -17,6 +18,18 @@ from lowlat_nvidia.dense.reference import random_weights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 
 SMALL = plans.DenseShape(1, 1024, 16, 8, 128, 1024, 1100, True)
+
+
+def test_a_log_of_one_byte_is_not_written_into_pythons_own_space() -> None:
+    """Python has one object for each bytes of length 1; the compiler's end of an empty log overwrote that of b" "."""
+
+    def read(program: object, text: bytes) -> tuple[int]:
+        ctypes.memset(ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p), 0, 1)
+        return (0,)
+
+    assert jit._text(None, lambda program: (0, 1), read, None) == ""
+    assert bytes([32]) == "\N{SPACE}".encode()
+    assert ord(b" ") == 32
 
 
 @pytest.mark.parametrize("name", plans.PRESETS)

@@ -98,7 +98,7 @@ def compile_cubin(
 def _text(nvrtc: Any, size_of: Any, read: Any, program: Any) -> str:
     error, size = size_of(program)
     _check(nvrtc, error, "log size")
-    text = b" " * size
+    text = b" " * (size + 1)  # of one byte Python has one object for all, in which the compiler would write
     (error,) = read(program, text)
     _check(nvrtc, error, "log")
     return str(text.rstrip(b"\0 "), errors="replace")

@@ -111,7 +111,10 @@ DEV void pump(Context& c, Stream& f) {
     page_landed(f);
     f.landed++;
   }
-  if (f.under_way < UNDER_WAY) ask_page(c, f);
+  if (f.under_way < UNDER_WAY) {
+    __syncwarp();  // all lanes have loaded from the slots that are empty
+    ask_page(c, f);
+  }
 #endif
 }
 // Whether pages are there that nobody need wait for.

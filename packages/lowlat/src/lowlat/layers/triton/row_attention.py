@@ -255,8 +255,6 @@ class RowShape(msgspec.Struct, frozen=True):
     """One more than turns of a `lean` loop that have loads under way; of another about twice as many as tiles."""
     lean: bool = False
     """Whole tiles, which begin where pages do, have no masks and page numbers that were read a turn before."""
-    registers: int = 0
-    """Most registers of a thread, so that more programs have room on a processor; 0: as many as the compiler takes."""
 
     @classmethod
     def of(
@@ -269,15 +267,9 @@ class RowShape(msgspec.Struct, frozen=True):
         small = batch.most_rows == 1 and element_bytes == 2 and masked.block_m == 16 and lanes == 32
         if not small or window or page_size & (page_size - 1) or shape.block_l % page_size:
             return shape
-        # What was fastest on an H200. Four programs have room by 128 registers, and of many segments there are as many.
-        if len(batch.slots_B) > 2 and dim > 64:
-            return msgspec.structs.replace(shape, lean=True, stages=2, registers=128)
-        return msgspec.structs.replace(shape, lean=True, stages=3)
-
-    def options(self) -> dict[str, int]:
-        """Of a launch."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
-        return options | {"maxnreg": self.registers} if self.registers else options
+        # What was fastest on an H200. With heads of 64 the launches alone were faster so too, but the 1B shape's step
+        # behind 100,000 tokens was slower: a processor has room for five programs, which may crowd where others work.
+        return shape if dim <= 64 else msgspec.structs.replace(shape, lean=True, stages=3)
 
 
 def row_attend(
@@ -331,7 +323,7 @@ def row_attend(
     row_attend_kernel[(count * (most + 1) * kv_heads,)](
         qkv_RYD, keys_SKD, values_SKD, step.table_TP, batch.slots_B, *where, step.write_slots_R, *tables, query_norm_D,
         key_norm_D, partial, sums, step.table_TP.stride(0), eps, scale, PAGE=step.page_size, NORM=norms is not None,
-        DRAFT=draft, LEAN=shape.lean, BLOCK_R=MOST_ROWS, **shape.options(), **common,
+        DRAFT=draft, LEAN=shape.lean, BLOCK_R=MOST_ROWS, num_warps=shape.warps, num_stages=shape.stages, **common,
     )  # fmt: skip
     join_kernel[(count, width, heads)](
         partial, sums, *where, out_RX if rule.sinks_N is None else rule.sinks_N, out_RX,
