@@ -318,7 +318,7 @@ def test_a_row_is_the_same_bits_beside_any_neighbours(dtype):
 
 @pytest.mark.parametrize(("dim", "norms", "page"), [(128, False, 16), (128, True, 16), (128, True, 64)])
 def test_loops_without_masks_leave_the_bits(dim, norms, page):
-    """Of one request, two and many, whose kernels differ, against loops with masks; the cache, too. Lengths end with a
+    """Of one request, two and many against loops with masks; the cache, too. Lengths end with a
     tile, one behind it and amid a page, one request is padding, and splits of the long ones end amid a page."""
     import msgspec
     from row_cases import RowCase, Shape

@@ -166,20 +166,19 @@ def test_loops_without_masks_fit(group, norm, programs, tmp_path):
     ("changed", "expected"),
     [
         ({}, (True, 3)),
-        ({"segments": 256, "dim": 80}, (True, 3)),
+        ({"dim": 80}, (True, 3)),
         ({"page_size": 1}, (True, 3)),
         ({"page_size": 64}, (True, 3)),
         # With masks: heads of 64, pages that end amid a tile, windows, several rows, wide groups, float32, 64 lanes.
         ({"dim": 64}, (False, 5)),
-        ({"segments": 256, "dim": 64}, (False, 5)),
         ({"page_size": 12}, (False, 5)),
         ({"page_size": 128}, (False, 5)),
-        ({"window": 300, "segments": 8}, (False, 5)),
+        ({"window": 300}, (False, 5)),
         ({"rows": 2}, (False, 5)),
-        ({"rows": 8, "segments": 8}, (False, 3)),
+        ({"rows": 8}, (False, 3)),
         ({"group": 32}, (False, 3)),
-        ({"size": 4, "segments": 8}, (False, 2)),
-        ({"lanes": 64, "segments": 8}, (False, 3)),
+        ({"size": 4}, (False, 2)),
+        ({"lanes": 64}, (False, 3)),
     ],
 )
 def test_shapes_of_new_rows(changed, expected):
@@ -188,10 +187,10 @@ def test_shapes_of_new_rows(changed, expected):
 
 
 def row_shape(
-    group: int, dim: int, size: int, *, rows: int = 1, segments: int = 1, page_size: int = 16, window: int = 0,
+    group: int, dim: int, size: int, *, rows: int = 1, page_size: int = 16, window: int = 0,
     lanes: int = 32,
 ) -> row_attention.RowShape:  # fmt: skip
-    each = torch.zeros(segments, dtype=torch.int32)
+    each = torch.zeros(1, dtype=torch.int32)
     batch = RowSegments(each, each, each, each, most_rows=rows, longest=9, tight=True)
     return row_attention.RowShape.of(group, dim, size, batch, page_size, window, lanes)
 

@@ -282,8 +282,9 @@ def test_a_wait_that_is_left_out_shows(
     instead: str,
     positions: list[list[int]],
 ) -> None:
+    """In one of a few orders in which the emulated machine runs: words may be there before anybody waits for them."""
     built, weights = build(monkeypatch, tmp_path, "heads of 64", changes={file: (wait, instead)})
-    assert not distance(built, weights, positions, 16) < 1e-2
+    assert any(not distance(built, weights, positions, 16) < 1e-2 for _ in range(6))
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -75,8 +75,13 @@ def test_layers_take_three_buffers_in_turn_at_least() -> None:
         whole = dataclasses.replace(kernel, alone=True).definitions()
         assert whole["SLOTS"] == 28  # whole steps are read afterwards
     assert plans.DensePlan(SMALL).definitions()["SLOTS"] == 1
-    with pytest.raises(plans.UnsupportedShapeError, match="slots is 2"):
-        dataclasses.replace(plan, slots=2).definitions()
+    for options, word in (
+        ({"slots": 2}, "slots is 2"),
+        ({"copies": 16}, "copies is 16"),
+        ({"row_warps": 3}, "row_warps is 3"),
+    ):
+        with pytest.raises(plans.UnsupportedShapeError, match=word):
+            dataclasses.replace(plan, **options).definitions()  # type: ignore[arg-type]
 
 
 def test_memory_counts_the_exchange_buffers_of_both_kernels() -> None:

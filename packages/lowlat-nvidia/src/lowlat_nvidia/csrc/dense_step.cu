@@ -42,7 +42,8 @@ DEV void clear_used(Context& c, u32* now, u32* other, int layer, int last_rows) 
   else clear_layer(c, other + (long)slot_of(LAYERS - 1) * LAYER_WORDS, last_rows);
 }
 // Before a layer's gate and up are waited for: what this block has emptied is so for whoever reads what it publishes from here on.
-// The words are published again two layers later at the earliest.
+// The words are published again two layers later at the earliest, by blocks that have read such words. Those read without an
+// acquire: that words are emptied first holds since all of them lie in the L2, not by the memory model's letter.
 DEV void clears_before() {
   if (TURNS) stores_before();
 }

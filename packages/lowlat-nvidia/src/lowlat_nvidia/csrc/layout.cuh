@@ -48,6 +48,7 @@ constexpr bool TURNS = SLOTS < LAYERS;
 constexpr int BEFORE = SLOTS;  // the buffer of what precedes layer 0
 constexpr long STEP_WORDS = (long)(SLOTS + 1) * LAYER_WORDS;
 constexpr int PARITY = ONE ? 0 : 2, LAST_ROWS = 5;  // places in the state. A failure of either kernel ends the steps of both.
+static_assert(COPIES <= MAX_ROWS, "copies lie where other rows would");
 static_assert(SLOTS >= 3 || !TURNS, "a layer's words are read in the next, emptied there, and may be published in the one after that");
 DEV int slot_of(int layer) { return TURNS ? layer % SLOTS : layer; }
 

@@ -330,6 +330,10 @@ class DensePlan:
             )
         if self.buffers < min(3, s.layers):
             raise UnsupportedShapeError(f"slots is {self.slots}; layers take three exchange buffers at least")
+        if self.published not in (1, 2, 4, 8):
+            raise UnsupportedShapeError(f"copies is {self.copies}; 1, 2, 4 or 8 are published")
+        if self._row_warps() not in (0, 1, 2):
+            raise UnsupportedShapeError(f"row_warps is {self.row_warps}; a warp has 0, 1 or 2")
         if self.one_row and self.hold and not self.holds:
             raise UnsupportedShapeError("hold is set; a narrow model and folded steps keep no page between stages")
         return {
