@@ -101,8 +101,7 @@ class Case:
         return out
 
     def _of(self, form: Form) -> RowShape:
-        group, (segments,) = self.shape.heads // self.shape.kv_heads, self.step.segments
-        default = RowShape.of(group, self.shape.head_dim, 2, segments, PAGE, 0)
+        default = RowShape.of(self.shape.heads // self.shape.kv_heads, 1, self.shape.head_dim, 2, PAGE, 0)
         if form == Form():
             return default
         return msgspec.structs.replace(default, lean=form.lean, stages=form.stages)

@@ -333,7 +333,7 @@ def test_loops_without_masks_leave_the_bits(dim, norms, page):
         mine = case.moved()
         parts = (every.slots_B, every.first_B, every.rows_B, every.lengths_B)
         batch = type(every)(*(part[first:last].clone() for part in parts), 1, every.longest)
-        shape = RowShape.of(4, dim, 2, batch, page, 0)
+        shape = RowShape.of(4, 1, dim, 2, page, 0)
         assert shape.lean
         if masked:
             shape = msgspec.structs.replace(shape, lean=False, stages=5)

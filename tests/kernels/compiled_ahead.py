@@ -40,12 +40,8 @@ class NoDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-def cache() -> Path:
-    return Path(os.environ["TRITON_CACHE_DIR"])
-
-
 def cached() -> set[str]:
-    return {str(path) for path in cache().rglob("*.cubin")}
+    return {str(path) for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")}
 
 
 def check_choice(runner: Any) -> None:

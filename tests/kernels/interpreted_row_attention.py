@@ -37,7 +37,7 @@ EDGES = [0, 32, 64, 65, 96, 97, 170, 9]
 def test_loops_without_masks(shape):
     """Few splits of whole and broken tiles, or many; tiles of 32 tokens."""
     case = RowCase(shape, EDGES, [1] * (len(EDGES) - 1) + [0])
-    default = RowShape.of(shape.heads // shape.kv_heads, shape.dim, 4, case.step.segments[0], shape.page, 0)
+    default = RowShape.of(shape.heads // shape.kv_heads, 1, shape.dim, 4, shape.page, 0)
     lean = msgspec.structs.replace(default, lean=True)
     assert not default.lean
     for programs in (2, 8):

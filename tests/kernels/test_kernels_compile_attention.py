@@ -6,13 +6,11 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements/triton.txt")
 
 from compile_kit import SHARED, TARGETS, compiled, resources  # noqa: E402
 
-from lowlat.layers.device_step import RowSegments  # noqa: E402
 from lowlat.layers.triton import attention, row_attention  # noqa: E402
 
 
@@ -141,10 +139,7 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
         assert joined.asm["ptx"].count("bar.sync") <= 1
 
 
-@pytest.mark.parametrize(
-    ("norm", "programs"),
-    [(False, 3), (True, 2)],
-)
+@pytest.mark.parametrize(("norm", "programs"), [(False, 3), (True, 2)])
 @pytest.mark.parametrize("group", [2, 4, 8])
 def test_loops_without_masks_fit(group, norm, programs, tmp_path):
     """A turn has one wait and one set of barriers, and as many programs have room on a processor."""
@@ -187,12 +182,9 @@ def test_shapes_of_new_rows(changed, expected):
 
 
 def row_shape(
-    group: int, dim: int, size: int, *, rows: int = 1, page_size: int = 16, window: int = 0,
-    lanes: int = 32,
-) -> row_attention.RowShape:  # fmt: skip
-    each = torch.zeros(1, dtype=torch.int32)
-    batch = RowSegments(each, each, each, each, most_rows=rows, longest=9, tight=True)
-    return row_attention.RowShape.of(group, dim, size, batch, page_size, window, lanes)
+    group: int, dim: int, size: int, *, rows: int = 1, page_size: int = 16, window: int = 0, lanes: int = 32
+) -> row_attention.RowShape:
+    return row_attention.RowShape.of(group, rows, dim, size, page_size, window, lanes)
 
 
 def first_loop(ptx: str) -> str:

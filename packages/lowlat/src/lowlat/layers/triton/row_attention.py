@@ -258,13 +258,14 @@ class RowShape(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, group: int, dim: int, element_bytes: int, batch: RowSegments, page_size: int, window: int, lanes: int = 32
+        cls, group: int, most_rows: int, dim: int, element_bytes: int, page_size: int, window: int, lanes: int = 32
     ) -> RowShape:
-        """For segments whose key-value heads serve `group` query heads each, on a device with warps of `lanes`."""
+        """For segments of up to `most_rows` rows whose key-value heads serve `group` query heads each, on a device with
+        warps of `lanes`."""
         # Of one segment, however many there are: more stages take no more registers here.
-        masked = AttentionShape.of(group, batch.most_rows, dim, element_bytes, lanes=lanes, tight=True)
+        masked = AttentionShape.of(group, most_rows, dim, element_bytes, lanes=lanes, tight=True)
         shape = cls(masked.block_l, masked.warps, masked.stages)
-        small = batch.most_rows == 1 and element_bytes == 2 and masked.block_m == 16 and lanes == 32
+        small = most_rows == 1 and element_bytes == 2 and masked.block_m == 16 and lanes == 32
         if not small or window or page_size & (page_size - 1) or shape.block_l % page_size:
             return shape
         # What was fastest on an H200. With heads of 64 the launches alone were faster so too, but the 1B shape's step
@@ -305,7 +306,7 @@ def row_attend(
     draft = step.block_base >= 0
     block_m = max(16, triton.next_power_of_2(group * width))
     block_d = max(16, triton.next_power_of_2(dim))
-    shape = shape or RowShape.of(group, dim, qkv_RYD.element_size(), batch, step.page_size, rule.window)
+    shape = shape or RowShape.of(group, width, dim, qkv_RYD.element_size(), step.page_size, rule.window)
     assert not shape.lean or (not rule.window and shape.block_l % step.page_size == 0)
     # With the rows' own no more programs than have room at once: a last one that began late would take the longest.
     most = min(MAX_SPLITS, max(1, programs // kv_heads - 1))
