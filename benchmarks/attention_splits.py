@@ -4,11 +4,13 @@
 
 takes less than twenty seconds on an H200. `rows` are the two launches that ask for the cache before they wait, which an
 engine takes at its start where they are faster for one user and slower for nobody. Their bits are others than those of
-`general`, the launches of all other steps. Of their forms, the default first, none differs in a bit, which is looked at
-before anything is timed:
+`general`, the launches of all other steps. Of the forms of either, the default first, none differs in a bit, which is
+looked at before anything is timed:
 
-- `lean` has no masks over whole tiles and reads page numbers a turn before the tokens that they place;
-- `masked` has masks, and reads page numbers right before.
+- `free` has as many registers as the compiler takes, `four` so few that four programs have room on a processor
+  (`register_limit` in `layers/triton/attention.py` decides which an engine has);
+- `rows-lean` has no masks over whole tiles and reads page numbers a turn before the tokens that they place;
+- `rows-masked` has masks, and reads page numbers right before.
 
 The line after each case names the winner. What wins here need not win in a step, where kernels before and behind share
 the processors (`general_step.py`).
@@ -44,20 +46,29 @@ from lowlat.layers.triton.row_attention import RowShape, row_attend
 PAGE, LAUNCHES = 16, 4
 
 
-class Form(msgspec.Struct, frozen=True):
-    """What differs from the default of a few new rows; 0: nothing."""
+class General(msgspec.Struct, frozen=True):
+    """The launches of all other steps."""
+
+    registers: int | None = None
+    """None: the default."""
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """The launches of a few new rows, and what differs from their default; 0: nothing."""
 
     stages: int = 0
     lean: bool = True
 
 
-FORMS: dict[str, Form | None] = {
-    "general": None,
-    "general rows": Form(),
-    "general rows-lean": Form(stages=3),
-    "general rows-masked": Form(stages=5, lean=False),
+Form = General | Rows
+FORMS: dict[str, Form] = {
+    "general": General(),
+    "general free": General(registers=0),
+    "general four": General(registers=128),
+    "general rows": Rows(),
+    "general rows-lean": Rows(stages=3),
+    "general rows-masked": Rows(stages=5, lean=False),
 }
-"""None: the launches of all other steps."""
 
 
 class Case:
@@ -85,24 +96,25 @@ class Case:
         self.norms = (weights[0], weights[1], 1e-6) if shape.qk_norm else None
         self.bytes = 2 * self.keys_SKD.numel() * 2
 
-    def run(self, form: Form | None) -> torch.Tensor:
+    def run(self, form: Form) -> torch.Tensor:
         """The launches of four layers; the result of the last."""
         (segments,), kv, rule = self.step.segments, (self.keys_SKD, self.values_SKD), AttentionRule()
         plan: dict[str, Any] = {"programs": 2 * _processors(), "early_start": True}
         for _ in range(LAUNCHES):
             out = self.qkv_RYD.new_empty(self.users, self.shape.heads, self.shape.head_dim)
-            if form is not None:
+            if isinstance(form, Rows):
                 given = (self.step, segments, self.tables, self.norms, rule)
                 row_attend(self.qkv_RYD, *kv, *given, out, shape=self._of(form), **plan)
                 continue
             where = (self.step.positions_R, self.step.write_slots_R)
             q_RND = rope_write(self.qkv_RYD, *kv, *where, self.tables, self.norms, early_start=True)
-            attend(q_RND, *kv, self.step.table_TP, PAGE, segments, rule, out, **plan)
+            paged = (*kv, self.step.table_TP, PAGE)
+            attend(q_RND, *paged, segments, rule, out, registers=form.registers, **plan)
         return out
 
-    def _of(self, form: Form) -> RowShape:
+    def _of(self, form: Rows) -> RowShape:
         default = RowShape.of(self.shape.heads // self.shape.kv_heads, 1, self.shape.head_dim, 2, PAGE, 0)
-        if form == Form():
+        if form == Rows():
             return default
         return msgspec.structs.replace(default, lean=form.lean, stages=form.stages)
 
@@ -118,13 +130,14 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
         for form in FORMS.values():
             case.run(form)
     compile_all(found, torch.device("cuda"))
-    expected, default = case.run(FORMS["general"]).float(), case.run(FORMS["general rows"])
+    defaults = {type(form): case.run(form) for form in (General(), Rows())}
+    expected = defaults[General].float()
     arms: dict[str, Callable[[], list[float]]] = {}
     for name, form in FORMS.items():
         got = case.run(form)
         distance = float((got.float() - expected).norm() / expected.norm())
         assert distance < 1e-2, f"{name}: {distance} from the other steps' launches"
-        if form is not None and not torch.equal(default, got):
+        if not torch.equal(defaults[type(form)], got):
             print(f"   {name} has OTHER BITS than the default", flush=True)
         graph = capture(lambda form=form: case.run(form))
         arms[name] = lambda graph=graph: [time / LAUNCHES for time in time_cuda(graph.replay, 8)]

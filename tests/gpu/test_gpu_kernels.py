@@ -302,11 +302,13 @@ def test_attention(lengths, rows, heads, kv_heads, dim, page, window, sinks, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_bits_beside_any_neighbours(dtype):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_row_is_the_same_bits_beside_any_neighbours(dim, dtype):
+    """By fewer registers than alone, too, which four rows have with heads of 128."""
     from kernel_cases import PagedCase
 
     case = PagedCase(
-        [3300, 64, 9, 1200], [1] * 4, heads=32, kv_heads=8, dim=64, page_size=16, dtype=dtype, device="cuda"
+        [3300, 64, 9, 1200], [1] * 4, heads=32, kv_heads=8, dim=dim, page_size=16, dtype=dtype, device="cuda"
     )
     together = attend(case, case.rule())
     batch = case.segments

@@ -6,6 +6,7 @@ test_kernels_compile.py runs this in a process of its own: Triton is told of a G
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
@@ -44,6 +45,12 @@ def cached() -> set[str]:
     return {str(path) for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")}
 
 
+def limits(kernel: str) -> set[int | None]:
+    """Of registers, by which it was compiled."""
+    found = Path(os.environ["TRITON_CACHE_DIR"]).rglob(f"{kernel}.json")
+    return {json.loads(path.read_text())["maxnreg"] for path in found}
+
+
 def check_choice(runner: Any) -> None:
     """What the start tries of attention is compiled first, both ways."""
     before, ops = cached(), runner.model.ops
@@ -57,6 +64,8 @@ def check_choice(runner: Any) -> None:
         compiled = cached()
         names = {Path(path).stem for path in compiled - before}
         assert {"row_attend_kernel", "join_kernel", "attend_kernel", "combine_kernel"} <= names
+        assert limits("attend_kernel") == {None, 128}, "one request and several have kernels of their own"
+        assert limits("row_attend_kernel") == {None}
         for name, groups in wanted.items():
             for ours in (0, EVERY):
                 setattr(ops, name, ours)

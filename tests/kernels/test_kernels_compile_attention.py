@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements/triton.txt")
 
-from compile_kit import SHARED, TARGETS, compiled, resources  # noqa: E402
+from compile_kit import CUOBJDUMP, SHARED, TARGETS, compiled, resources  # noqa: E402
 
+from lowlat.layers.device_step import RowSegments  # noqa: E402
 from lowlat.layers.triton import attention, row_attention  # noqa: E402
 
 
 def attend_arguments(
-    dtype: str, group: int, dim: int, most_rows: int, lanes: int, kind: str
+    dtype: str, group: int, dim: int, most_rows: int, lanes: int, kind: str, segments: int = 1
 ) -> tuple[dict[str, str], dict[str, Any], Any]:
     size, tight = 4 if dtype == "fp32" else 2, kind in ("checks", "draft")
-    shape = attention.AttentionShape.of(group, most_rows, dim, size, lanes=lanes, tight=tight)
+    shape = attention.AttentionShape.of(group, most_rows, dim, size, segments=segments, lanes=lanes, tight=tight)
     pointers = ["q_ptr", "keys_ptr", "values_ptr", "out_ptr"]
     types = dict.fromkeys(pointers, f"*{dtype}") | {"sinks_ptr": f"*{dtype}", "partial_ptr": "*fp32"}
     integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr", "prefix_ptr", "begins_ptr"]
@@ -27,8 +31,8 @@ def attend_arguments(
     constants = {
         "WINDOW": 0, "MOST": 33, "KV_HEADS": 8, "GROUP": group, "DIM": dim, "PAGE": 16, "SINKS": False,
         "ITEMS": kind == "items", "SINGLE": most_rows == 1 or tight,
-        "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l, "BLOCK_D": dim,
-        "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
+        "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l,
+        "BLOCK_D": triton.next_power_of_2(dim), "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
         "SIFTED": kind != "draft" and most_rows > shape.block_q, "EARLY": lanes == 32,
     }  # fmt: skip
     return types, constants, shape
@@ -69,6 +73,50 @@ def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
     if dtype == "bf16":
         text = kernel.asm["amdgcn" if target == "gfx950" else "ptx"]
         assert re.search(r"v_mfma_f32\S*bf16|(mma|wgmma|tcgen05)\S*\.sync\S*bf16|tcgen05\.mma", text), "no matrix unit"
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(("group", "dim"), [(2, 128), (4, 128), (8, 128), (16, 128), (4, 80)])
+def test_attention_of_many_requests_fits(group, dim, target, tmp_path):
+    """Four programs have room on a processor, and the loop over tokens has all that it needs in registers."""
+    types, constants, shape = attend_arguments("bf16", group, dim, 1, 32, "plain", segments=3)
+    limit = attention.register_limit(some_segments(3), shape, dim, 2)
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, "maxnreg": limit}
+    kernel = compiled(attention.attend_kernel, target, types, constants, **options)
+    registers, spilled, shared = resources(kernel, target, tmp_path)
+    assert registers * 32 * shape.warps * 4 <= 65536
+    assert (shared + 1024) * 4 <= 228 * 1024
+    assert spilled <= (8 if dim == 128 else 16)
+    assert not spills_of_tokens(tmp_path / "kernel.cubin")
+
+
+@pytest.mark.parametrize(
+    ("changed", "limit"),
+    [
+        ({}, 128),
+        ({"segments": 256}, 128),
+        ({"dim": 80}, 128),
+        ({"segments": 2}, 0),
+        ({"dim": 64}, 0),
+        ({"dim": 256}, 0),
+        ({"group": 32}, 0),
+        ({"rows": 2}, 0),
+        ({"size": 4}, 0),
+        ({"plain": False}, 0),
+        ({"lanes": 64}, 0),
+    ],
+)
+def test_limits_of_registers(changed, limit):
+    case = {"group": 4, "dim": 128, "size": 2, "segments": 3, "rows": 1, "lanes": 32, "plain": True} | changed
+    group, dim, size, segments, rows, lanes, plain = case.values()
+    shape = attention.AttentionShape.of(group, rows, dim, size, segments=segments, lanes=lanes)
+    found = attention.register_limit(some_segments(segments, rows), shape, dim, size, plain=plain, lanes=lanes)
+    assert found == limit
+
+
+def some_segments(count: int, rows: int = 1) -> RowSegments:
+    each = torch.zeros(count, dtype=torch.int32)
+    return RowSegments(each, each, each, each, most_rows=rows, longest=9)
 
 
 def new_rows_arguments(
@@ -199,3 +247,18 @@ def first_loop(ptx: str) -> str:
             if "mma.sync" in body:
                 return body
     raise AssertionError("no loop multiplies")
+
+
+def spills_of_tokens(cubin: Path) -> list[str]:
+    """Instructions that store or load spilled registers in the innermost loops that multiply."""
+    text = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    lines = [(int(place, 16), line) for place, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", text)]
+    jumps = [
+        (int(jump[1], 16), place) for place, line in lines if (jump := re.search(r"\bBRA\b.*\s(0x[0-9a-f]+)", line))
+    ]
+    multiplying = [place for place, line in lines if "MMA" in line]
+    loops = [loop for loop in jumps if any(loop[0] <= place <= loop[1] for place in multiplying)]
+    inner = [loop for loop in loops if not any(loop[0] < other[0] and other[1] < loop[1] for other in loops)]
+    assert inner
+    bodies = [line for first, last in inner for place, line in lines if first <= place <= last]
+    return [line for line in bodies if re.search(r"\b(STL|LDL)\b", line)]

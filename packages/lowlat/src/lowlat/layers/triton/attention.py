@@ -336,6 +336,21 @@ class AttentionShape(msgspec.Struct, frozen=True):
         return cls(block_q, block_m, 32 if small or dim > 128 else 64, 8 if block_m > 64 or dim > 128 else 4, 2)
 
 
+def register_limit(
+    segments: RowSegments, shape: AttentionShape, dim: int, element_bytes: int, *, plain: bool = True, lanes: int = 32
+) -> int:
+    """Most registers of a thread of `attend_kernel` for these segments; 0: as many as the compiler takes. Bits of
+    results do not depend on it.
+
+    By 128 a processor has room for four programs of heads of 128 instead of three. One or two segments, which have more
+    tokens under way, and heads of 64 were slower so (measured on an H200). Not `plain` are windows, items and a draft's
+    blocks, whose kernels would spill more. Warps of 64 `lanes` are AMD's, whose compiler knows no such limit.
+    """
+    many = segments.most_rows == 1 and len(segments.slots_B) > 2
+    fits = 64 < dim <= 128 and element_bytes == 2 and shape.block_m == 16
+    return 128 if many and fits and plain and lanes == 32 else 0
+
+
 def attend(
     q_RND: torch.Tensor,
     keys_SKD: torch.Tensor,
@@ -349,12 +364,13 @@ def attend(
     programs: int,
     early_start: bool = False,
     block_base: int = -1,
+    registers: int | None = None,
 ) -> None:
     """softmax(q k^T scale) v of the segments' rows, written to `out_RND`; other rows stay as they are.
 
     `programs`: programs that fill the device, and about as many splits as a lone segment gets. `block_base`: see
-    `DeviceStep`. All tensors contiguous; `out_RND` has the type of `q_RND`, float32 or bfloat16. Softmax and sums are
-    float32 (Milakov and Gimelshein 2018).
+    `DeviceStep`. `registers`: another limit than `register_limit` of these segments. All tensors contiguous; `out_RND`
+    has the type of `q_RND`, float32 or bfloat16. Softmax and sums are float32 (Milakov and Gimelshein 2018).
     """
     total, heads, dim = q_RND.shape
     kv_heads = keys_SKD.shape[1]
@@ -367,6 +383,9 @@ def attend(
     size = q_RND.element_size()
     shape = AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
     draft = block_base >= 0
+    if registers is None:
+        plain = not draft and not rule.window and segments.items is None
+        registers = register_limit(segments, shape, dim, size, plain=plain)
     few = segments.most_rows == 1 or segments.tight
     single = few and segments.most_rows <= shape.block_q
     # Splits of many rows write and read more than those of one, so they fill the device half as full.
@@ -385,6 +404,7 @@ def attend(
         "WINDOW": rule.window + 1 if draft and rule.window else rule.window, "MOST": most, "EARLY": early_start,
         **early.launch_options(early_start),
     }  # fmt: skip
+    limit = {"maxnreg": registers} if registers else {}
     where = (segments.first_B, segments.rows_B, segments.lengths_B)
     items = segments.items
     seen = where[:2] if items is None else (items.prefix_B, items.begins_R)
@@ -394,7 +414,7 @@ def attend(
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
         count, table_TP.stride(0), block_base, scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
         DRAFT=draft, SIFTED=many and not draft and not rule.window,
-        BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages,
+        BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages, **limit,
     )  # fmt: skip
     if most > 1 and few:
         combine_kernel[(count, heads, segments.most_rows)](
