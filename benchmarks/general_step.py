@@ -11,6 +11,9 @@ alternation:
   where the model has it, attention over exactly `context` tokens, argmax; one replay of a CUDA graph. It is compiled
   layer by layer, with the addition before each norm inside; `plain_decoder.py` compiles all cases side by side first.
 
+The details of the engine's rows hold which kernels its start chose and what they took then, as its log has it: of steps
+of as many requests as the largest case has.
+
 A kernel library's arm (`--arms lowlat-nvidia,...`) is the same engine with the library's steps switched on, for the
 same requests; its row's details hold the time of the library's forward alone, replayed as a graph.
 
@@ -46,6 +49,7 @@ from lowlat.cache.layout import KVPool
 from lowlat.engine.build import RankParts, build_rank, make_executor, make_scheduler
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.core import EngineCore
+from lowlat.engine.device_runner import DeviceRunner
 from lowlat.engine.request import GenerateRequest, SamplingParams
 from lowlat.models.decoder import Decoder
 from lowlat.parallel.group import SingleRank
@@ -120,7 +124,10 @@ class Engine:
         checkpoint: Any = RandomCheckpoint(shape, 0, options.device)
         self.parts: RankParts = build_rank(self.config, checkpoint, SingleRank(), lambda *_: None)
         self.shape, self.sampling = shape, options.sampling
-        model, kv = self.parts.runner.model, self.parts.runner.kv
+        runner = self.parts.runner
+        self.chosen = runner.chosen if isinstance(runner, DeviceRunner) else {}
+        """Which kernels the start chose."""
+        model, kv = runner.model, runner.kv
         self.decoder: Decoder = getattr(model, "decoder", model)
         assert isinstance(kv, KVPool)
         self.kv = kv
@@ -265,6 +272,8 @@ def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling:
         )
         for arm in measured.rounds
     ]  # fmt: skip
+    for row in rows:
+        row.details = dict(engine.chosen) if row.arm == "general" else {}
     if options.kernels_arm in measured.rounds and options.device == "cuda":
         alone = statistics.median(engine.launch_alone(batch, context, 2 * options.steps))
         row = next(row for row in rows if row.arm == options.kernels_arm)
@@ -310,6 +319,8 @@ def run(options: Options, directory: Path) -> Path:
         started = time.perf_counter()
         engine = Engine(find_shape(model), options)
         print(f"{model}: built in {time.perf_counter() - started:.1f} s", flush=True)
+        for what, found in engine.chosen.items():
+            print(f"   {what}: {found}", flush=True)
         for batch, context in options.cases:
             print(f"{model}, {batch} requests, context {context}", flush=True)
             result.rows += rows_of(engine, batch, context, options, ceiling)

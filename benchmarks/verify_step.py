@@ -42,10 +42,11 @@ def forced(by_rows: bool | None) -> Iterator[None]:
     module: Any = row_kernels
     choose = module.choose_row_kernels
 
-    def chosen(model: Any, ops: Any, *rest: Any) -> None:
-        choose(model, ops, *rest)
+    def chosen(model: Any, ops: Any, *rest: Any) -> dict[str, str]:
+        found: dict[str, str] = choose(model, ops, *rest)
         if by_rows is not None:
             ops.row_attention = ops.one_row_attention = EVERY if by_rows else 0
+        return found
 
     module.choose_row_kernels = chosen
     try:

@@ -31,7 +31,16 @@ def script():
 def test_a_dry_run_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv("LOWLAT_COMMIT", "0123456789")
     command = "--device cpu --dtype float32 --models tiny --batches 1,3 --contexts 64,96 --rounds 2 --steps 3"
-    path = script().main(
+    module, chosen = script(), {"one_row_attention": "used for one request"}
+    build = module.Engine.__init__
+
+    def built(engine, *given):
+        build(engine, *given)
+        assert not engine.chosen, "a CPU's start has nothing to choose"
+        engine.chosen = chosen
+
+    monkeypatch.setattr(module.Engine, "__init__", built)
+    path = module.main(
         [*command.split(), "--arms", "torch-eager-graph", "--ceiling-gb", "0.01", "--results", str(tmp_path)]
     )
     result = load(path)
@@ -42,6 +51,7 @@ def test_a_dry_run_on_a_cpu(tmp_path, monkeypatch):
     assert seen == {(*arm, rows, context) for arm in arms for rows in (1, 3) for context in (64, 96)}
     steps = [row for row in result.rows if row.metric == "step_us" and row.arm != "read-floor"]
     assert all(row.samples == 2 * 2 * 3 and row.median > 0 for row in steps)
+    assert all(row.details == (chosen if row.arm == "general" else {}) for row in steps)
 
 
 @pytest.mark.slow

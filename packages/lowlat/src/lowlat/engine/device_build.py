@@ -50,10 +50,11 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
     ops, fused = device_ops(device)
     device_model = DeviceDecoder(model, ops, _row_sums(model, host.communicator, ops, fused=fused))
     bodies: StepBodies = EagerBodies()
+    chosen: dict[str, str] = {}
     if fused:
         from lowlat.engine.row_kernels import choose_row_kernels
 
-        choose_row_kernels(device_model, ops, host.kv, limits.max_batch, width, host.communicator)
+        chosen = choose_row_kernels(device_model, ops, host.kv, limits.max_batch, width, host.communicator)
     if device.type == "cpu":
         pass
     elif not fused:
@@ -62,7 +63,9 @@ def device_runner(model: Model, host: ModelRunner, limits: PlanLimits, *, width:
         log.warning("decode steps run without graphs: this model's experts are chosen by the host")
     else:
         bodies = CudaGraphs(device)
-    return DeviceRunner(device_model, host, limits, bodies)
+    runner = DeviceRunner(device_model, host, limits, bodies)
+    runner.chosen = chosen
+    return runner
 
 
 def prepare(runner: DeviceRunner, chunk_tokens: int) -> int:

@@ -68,6 +68,8 @@ class DeviceRunner:
         self.bodies = bodies
         self.fallbacks: Counter[str] = Counter()
         """Steps that the host ran, by the reason."""
+        self.chosen: dict[str, str] = {}
+        """Which kernels the start chose by their times, and those times (`row_kernels`)."""
         self.kernels: DeviceKernels | None = None
         """Where a kernel library computes decode steps: set by `use_kernels`."""
         self._most = limits.max_batch

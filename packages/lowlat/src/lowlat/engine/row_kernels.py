@@ -57,15 +57,20 @@ class Chain(NamedTuple):
 @torch.inference_mode()
 def choose_row_kernels(
     model: DeviceDecoder, ops: DeviceOps, kv: KVPool, requests: int, width: int, communicator: Communicator
-) -> None:
+) -> dict[str, str]:
     """Let `ops` use kernels of ours where they are right, and faster in a chain of all layers than what they stand for:
     products of several rows by cuBLAS, those of layers and that with the head; and attention of one row, and of the
     `width` rows that a request may have, by the kernels of all other steps: of one request, and of several where they
     are faster for those too. Ranks choose the same.
 
     `kv`: where attention is tried, before there is anything in it. `requests`: the most of a step.
+
+    Returns:
+        what the log says, for those who ask later why a step takes as long as it does: for each of the switches whether
+        it is used, and what each chain took without and with it.
     """
     assert isinstance(ops, TritonOps)
+    times: dict[str, str] = {}
     products = _products(model, ops) if requests * width > 1 else None
     # Larger models gain less by it than their start would lose.
     head = None if products is None else _head(model, ops)
@@ -76,15 +81,17 @@ def choose_row_kernels(
         wanted = {name: groups for name, groups in wanted.items() if groups}
         _compile(wanted, ops, model.decoder.embedding_VH.device)
         for name, groups in wanted.items():
-            _choose(name, groups, ops)
+            _choose(name, groups, ops, times)
     except Exception as error:  # whatever a compiler or a driver says: the other kernels are always there
         for name in _NAMES:
             setattr(ops, name, 0)
         log.warning("decode steps go without kernels that are chosen by their times: %s", error)
+        times["error"] = str(error)[:200]
     if communicator.shard.size > 1:
         chosen = torch.tensor([float(getattr(ops, name)) for name in _NAMES])
         for name, everywhere in zip(_NAMES, communicator.gather(chosen).amin(0).tolist(), strict=True):
             setattr(ops, name, int(everywhere))
+    return {name: _words(getattr(ops, name)) if wanted.get(name) else "not tried" for name in _NAMES} | times
 
 
 def _compile(wanted: dict[str, list[list[Chain]]], ops: TritonOps, device: torch.device) -> None:
@@ -99,15 +106,19 @@ def _compile(wanted: dict[str, list[list[Chain]]], ops: TritonOps, device: torch
     compile_all(found, device)
 
 
-def _choose(name: str, groups: list[list[Chain]], ops: TritonOps) -> None:
+def _words(most: int) -> str:
+    return {0: "not used", 1: "used for one request"}.get(most, "used")
+
+
+def _choose(name: str, groups: list[list[Chain]], ops: TritonOps, times: dict[str, str]) -> None:
     """Ours for one request where the first group says so, and for more where the others do too."""
-    better = len(list(itertools.takewhile(lambda group: _better(name, group, ops), groups)))
+    better = len(list(itertools.takewhile(lambda group: _better(name, group, ops, times), groups)))
     most = EVERY if better == len(groups) else min(better, 1)
     setattr(ops, name, most)
-    log.info("%s: %s", name.replace("_", " "), {0: "not used", 1: "used for one request"}.get(most, "used"))
+    log.info("%s: %s", name.replace("_", " "), _words(most))
 
 
-def _better(name: str, chains: list[Chain], ops: TritonOps) -> bool:
+def _better(name: str, chains: list[Chain], ops: TritonOps, times: dict[str, str]) -> bool:
     """Whether ours are right, faster in the first chain and in all together, and in no other one much slower."""
     title, right, saved, ratios = name.replace("_", " "), True, 0.0, []
     for chain in chains:
@@ -119,8 +130,9 @@ def _better(name: str, chains: list[Chain], ops: TritonOps) -> bool:
         right = right and alike
         saved += seconds[0] - seconds[EVERY]
         ratios.append(seconds[EVERY] / seconds[0])
-        times = (seconds[0] * 1e6, seconds[EVERY] * 1e6, "" if alike else ", but the result differs")
-        log.info("%s: %s: %.0f us without, %.0f us with%s", title, chain.of, *times)
+        took = f"{seconds[0] * 1e6:.0f} us without, {seconds[EVERY] * 1e6:.0f} us with"
+        times[f"{name}, {chain.of}"] = took if alike else f"{took}, but the result differs"
+        log.info("%s: %s: %s", title, chain.of, times[f"{name}, {chain.of}"])
     return right and ratios[0] < 1 and saved > 0 and max(ratios) <= _SLOWER
 
 
