@@ -49,6 +49,7 @@ def test_gated_activation(kind, dtype):
     ("outputs", "width", "activation", "bias"),
     [
         (3072, 2048, None, False),
+        (1024, 2048, None, False),
         (1000, 576, None, True),
         (4096, 12288, None, False),
         (3000, 1024, "silu", False),

@@ -239,6 +239,7 @@ def test_small_kernels_fit(target, tmp_path):
     [
         (3072, 1024, 1, True),
         (4096, 1024, 4, False),
+        (1024, 2048, 4, False),
         (151936, 1024, 1, False),
         (8192, 2048, 1, True),
         (128256, 2048, 4, False),
@@ -250,7 +251,7 @@ def test_small_kernels_fit(target, tmp_path):
 def test_products_fit_and_ask_for_weights_first(outputs, width, rows, gated, target, tmp_path):
     names = ["x_ptr", "stream_ptr", "norm_ptr", "weight_ptr", "bias_ptr", "out_ptr", "sum_ptr"]
     types = dict.fromkeys(names, "*bf16") | {"rows": "i32", "outputs": "i32", "eps": "fp32"}
-    shape = product.ProductShape.of(outputs, width, 2, gated=gated)
+    shape = product.ProductShape.of(outputs, width, 2, gated=gated, rows=rows)
     early = target != "gfx950"
     constants = {
         "ROWS": rows, "WIDTH": width, "ADD": gated, "NORM": gated, "GATE": 0 if gated else -1, "BIAS": False,
@@ -267,6 +268,21 @@ def test_products_fit_and_ask_for_weights_first(outputs, width, rows, gated, tar
         loads = len(re.findall(r"ld\.global\S*\.v4", before))
         assert loads >= weights * width // shape.block_k, "weights are read after the wait"
         assert "ld.global" in after
+
+
+@pytest.mark.parametrize(
+    ("outputs", "width", "norm", "rows"),
+    [
+        # Qwen3-0.6B: every product of four rows is one of the launches that overlap, but the head.
+        (4096, 1024, False, 4), (1024, 2048, False, 4), (6144, 1024, False, 4), (1024, 3072, False, 4),
+        (151936, 1024, False, 2),
+        # Llama-3.2-1B and Qwen3-8B
+        (2048, 2048, False, 2), (3072, 2048, False, 2), (2048, 8192, False, 2), (4096, 12288, False, 1),
+        (3072, 2048, True, 1),
+    ],
+)  # fmt: skip
+def test_rows_that_go_without_cublas(outputs, width, norm, rows):
+    assert product.most_rows(outputs, width, norm=norm) == rows
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx950"])

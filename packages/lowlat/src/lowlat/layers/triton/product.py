@@ -31,10 +31,11 @@ _PROGRAMS = 256
 def most_rows(outputs: int, width: int, *, norm: bool) -> int:
     """Rows up to which these kernels are faster than products on tensor cores; with a `norm`, than a norm by itself and
     one of the two. Measured on an H200, product by product; at a width of 2,048 a program has one warp, for which four
-    rows are too much (8.7 us for 2,048 outputs, where eight rows by cuBLAS take 6.3)."""
+    rows are too much (8.7 us for 2,048 outputs, where eight rows by cuBLAS take 6.3). Few outputs have smaller programs
+    then, and a kernel of cuBLAS would break a chain of launches that overlap."""
     if norm or width > 8192:
         return 1
-    if 1024 < width <= 2048:
+    if 1024 < width <= 2048 and outputs > 1024:
         return 2
     return 4 if outputs * width <= 8 << 20 else 2
 
@@ -106,14 +107,16 @@ class ProductShape(msgspec.Struct, frozen=True):
     warps: int
 
     @classmethod
-    def of(cls, outputs: int, width: int, element_bytes: int, *, gated: bool) -> ProductShape | None:
-        """For a weight [`outputs`, `width`], or two of them where it is gated; None: its rows are too long."""
+    def of(cls, outputs: int, width: int, element_bytes: int, *, gated: bool, rows: int = 1) -> ProductShape | None:
+        """For a weight [`outputs`, `width`], or two of them where it is gated; None: its rows are too long. A row has
+        the same bits by any number of `rows`: warps share a weight's row in the same way."""
         block_k = max(16, triton.next_power_of_2(width))
         each = block_k * element_bytes * (2 if gated else 1)
         if each > _LARGEST_TILE:
             return None
         if each <= 4096 and outputs <= 8192:
-            return cls(2 if gated else 4, block_k, 1)
+            # More outputs of a width of 2,048 and more than two rows do not fit a warp's registers.
+            return cls(2 if gated or (rows > 2 and each > 2048) else 4, block_k, 1)
         block_n = max(1, min(16, _TILE_BYTES // each))
         while block_n > 1 and outputs < _PROGRAMS * block_n:
             block_n //= 2
@@ -145,7 +148,8 @@ def product(
     """
     rows, width = x_RI.shape
     outputs = len(weight_OI) // (1 if activation is None else 2)
-    shape = shape or ProductShape.of(outputs, width, weight_OI.element_size(), gated=activation is not None)
+    size = weight_OI.element_size()
+    shape = shape or ProductShape.of(outputs, width, size, gated=activation is not None, rows=rows)
     if shape is None:
         return None
     assert x_RI.is_contiguous()
