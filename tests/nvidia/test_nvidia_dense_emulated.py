@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import functools
+import json
 import types
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,14 @@ def build(
     plan = plans.DensePlan(shape, units=1024 // shape.head_dim, ahead=2, **options)
     cluster = BLOCKS // shape.kv_heads
 
-    def compile_library(name: str, definitions: dict[str, int]) -> tuple[bytes, str]:
-        return bytes(machine.build(machine.DENSE, definitions, folder, changes)), ""
+    def choose(name: str, definitions: dict[str, int]) -> tuple[bytes, str]:
+        return json.dumps(definitions).encode(), ""
 
-    def load(library: bytes, name: str, shared: int) -> machine.EmulatedFunction:
-        return machine.EmulatedFunction(machine.Machine(Path(os.fsdecode(library))), 0, cluster, shared)
+    def load(chosen: bytes, name: str, shared: int) -> machine.EmulatedFunction:
+        library = functools.partial(machine.build, machine.DENSE, json.loads(chosen), folder, changes)
+        return machine.CompiledWhenLaunched(library, 0, cluster, shared)
 
-    monkeypatch.setattr(steps, "compile_cubin", compile_library)
+    monkeypatch.setattr(steps, "compile_cubin", choose)
     monkeypatch.setattr(steps, "Function", load)
     monkeypatch.setattr(steps.Function, "tensor_map", machine.EmulatedFunction.tensor_map, raising=False)
     weights = weights or reference.random_weights(shape, 3, "cpu")

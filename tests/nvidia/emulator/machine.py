@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import platform
 import shutil
 import struct
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +137,17 @@ class EmulatedFunction:
 
     def close(self) -> None:
         pass
+
+
+class CompiledWhenLaunched(EmulatedFunction):
+    """Of steps with two kernels most tests launch one."""
+
+    def __init__(self, library: Callable[[], Path], which: int, cluster: int, shared_bytes: int) -> None:
+        self.library, self.which, self.cluster, self.shared = library, which, cluster, shared_bytes
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        return Machine(self.library())
 
 
 class OneAtATime(EmulatedFunction):
