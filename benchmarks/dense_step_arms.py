@@ -3,9 +3,9 @@
     python benchmarks/dense_step_arms.py --out result.json --commit $(git rev-parse HEAD)
     python benchmarks/dense_step_arms.py --forms --out forms.json --commit $(git rev-parse HEAD)
 
-With --forms the arms are forms of the kernels that their plans can choose, of one row and of 2, 4 and 8, and at the end
-it says which was the fastest where. Needs one Hopper GPU. The file is written again after every arm, so that an
-interrupted run keeps what it has.
+With --forms the arms are forms of the kernels that their plans can choose, of one row and of 2, 4 and 8 at a context of
+1,024, of 8 at 1,536 and 2,048 too, and at the end it says which was the fastest where. Needs one Hopper GPU. The file
+is written again after every arm, so that an interrupted run keeps what it has.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-8b": ({"slots": 36}, {"hold": False}, {"copies": 4}),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": ({"slots": 28}, {"row_warps": 0}, {"row_warps": 1}, {"watch_each": True}),
-    "llama-1b": ({"slots": 16}, {"row_warps": 0}, {"row_warps": 2}, {"watch_each": False}, {"under_way": 3}),
-    "qwen3-8b": ({"slots": 36}, {"watch_each": True}),
-}
+    "qwen3-0.6b": ({"slots": 28}, {"row_warps": 0}, {"row_warps": 1}, {"row_units": 8}, {"watch_each": True}),
+    "llama-1b": (
+        {"slots": 16}, {"row_warps": 0}, {"row_warps": 2}, {"row_units": 8}, {"watch_each": False}, {"under_way": 3},
+    ),
+    "qwen3-8b": ({"slots": 36}, {"row_warps": 1, "row_units": 4}, {"watch_each": True}),
+}  # fmt: skip
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""
 
 
@@ -305,13 +307,15 @@ def fastest(times: dict[str, list[float]]) -> str:
 
 
 def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
-    """All forms at 1, 2, 4 and 8 rows of context 1,024, compared bit for bit first; what was fastest at each."""
+    """All forms at 1, 2, 4 and 8 rows of context 1,024, and 8 of longer ones, compared bit for bit first; what was
+    fastest at each.
+    """
     shape, verdicts, one = built.plan.shape, [], 0.0
     of_one, of_several = forms_of(built, FORMS_OF_ONE[name], 1), forms_of(built, FORMS_OF_SEVERAL[name], 8)
     of_one["lowlat-nvidia, launched plainly"] = launched_plainly(built)
-    for rows in (1, 2, 4, 8):
+    for rows, context in ((1, 1024), (2, 1024), (4, 1024), (8, 1024), (8, 1536), (8, 2048)):
         builds = of_one if rows == 1 else of_several
-        inputs, pools = make_case(shape, [[1023]] * rows, 16, 3)
+        inputs, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
         for other in builds.values():
             other.bind(pools, 16)
         check_forms(builds, inputs)
@@ -323,16 +327,17 @@ def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
         times = sample(arms, 30, 0.2)
         for other in builds.values():
             other.check()
-        print(f"{name}, {rows} rows, us: {ends_of(built, inputs)}", flush=True)
+        where = f"{rows} rows of {context}"
+        print(f"{name}, {where}, us: {ends_of(built, inputs)}", flush=True)
         best = min(times, key=lambda label: median_interval(times[label])[0])
         if rows == 8 and best != "lowlat-nvidia":
-            print(f"{best}, {rows} rows, us: {ends_of(builds[best], inputs)}", flush=True)
-        size = shape.weight_bytes() + rows * shape.kv_bytes(1024)
+            print(f"{best}, {where}, us: {ends_of(builds[best], inputs)}", flush=True)
+        size = shape.weight_bytes() + rows * shape.kv_bytes(context)
         for arm, values in times.items():
-            report.add(name, arm, rows, 1024, size, values)
+            report.add(name, arm, rows, context, size, values)
         least = min(median_interval(values)[0] for values in times.values())
         one = one or least
-        verdicts.append(f"{name}, {rows} rows ({least / one:.2f} of one): {fastest(times)}")
+        verdicts.append(f"{name}, {where} ({least / one:.2f} of one of 1024): {fastest(times)}")
     return verdicts
 
 

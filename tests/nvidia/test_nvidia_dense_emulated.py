@@ -197,6 +197,54 @@ def test_forms_have_the_same_bits(small_grid: None, monkeypatch: pytest.MonkeyPa
         assert same_bits(built, other, positions, page_size)
 
 
+def rows_have_warps(built: steps.DenseStep, positions: list[list[int]]) -> list[bool]:
+    """Of each split, whether each row should have a warp of its own."""
+    splits, limit = BLOCKS // built.plan.shape.kv_heads, built.plan.kernel(8).definitions()["ROW_UNITS"]
+    found = []
+    for split in range(splits):
+        units = []
+        for tokens in (position + 1 for rows in positions for position in rows):
+            each = -(-tokens // (16 * splits))
+            units.append(min(each, max(0, -(-(tokens - 16 * split * each) // 16))))
+        found.append(max(units) <= limit and (max(units) <= limit // 2 or sum(units) > 4 * max(units)))
+    return found
+
+
+LONG = {
+    "heads of 64": ([[2047], [1300], [1100], [0], [1791], [1279], [1535], [700]], 16),
+    "heads of 128": ([[1800, 1801], [2040], [1290], [1536], [0]], 1),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_rows_with_more_units_than_there_is_room_for_sums(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Each has the bits that it has alone, and a warp to itself where that is meant, as a mark says of every block:
+    five to eight units a split beside few and none, two rows of a request; not nine units, or where most warps would
+    rest."""
+    end = "block_sync();  // the output projection's sums will lie where these are"
+    mark = {"row_warps.cuh": (end, f"stamp(c, layer, 14);\n{end}")}
+    built, _ = build(monkeypatch, tmp_path, name, changes=mark, row_units=8, stamps=16)
+
+    def run(positions: list[list[int]], page_size: int) -> tuple[steps.StepTensors, torch.Tensor, list[bool]]:
+        inputs, pools = make_case(built.plan.shape, positions, page_size, 5, "cpu")
+        built.bind(pools, page_size)
+        built.stamps.zero_()
+        logits = built.run(inputs, 1).clone()
+        built.check()
+        own = rows_have_warps(built, positions)
+        assert (built.stamps[:, 0, 14] != 0).tolist() == own * built.plan.shape.kv_heads
+        return inputs, logits, own
+
+    assert not run([[2048], [40], [3]], 16)[2][0]
+    assert not run([[2047], [40], [3]], 16)[2][0]
+    inputs, logits, own = run(*LONG[name])
+    assert sum(own) >= 12
+    for row, together in enumerate(logits):
+        assert torch.equal(built.run(one_row(inputs, row), 1)[0], together), row
+
+
 FORMS_OF_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "not folded": ("two layers", {"fold": False}),
     "four pages": ("two layers", FOUR_PAGES),

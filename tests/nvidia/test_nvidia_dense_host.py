@@ -46,15 +46,17 @@ def test_presets_fit(name: str) -> None:
     assert shape.weight_bytes() <= packed < 1.01 * shape.weight_bytes()
 
 
-CHOICES = ("RING_PAGES", "UNDER_WAY", "UNITS", "SLOTS", "COPIES", "HOLD", "FOLD", "ROW_WARPS", "WATCH_EACH")
+CHOICES = (
+    "RING_PAGES", "UNDER_WAY", "UNITS", "SLOTS", "COPIES", "HOLD", "FOLD", "ROW_WARPS", "WATCH_EACH", "ROW_UNITS",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "one_row", "several"),
     [
-        ("llama-1b", (4, 2, 16, 3, 8, 1, 0, 0, 0), (3, 2, 16, 3, 4, 0, 0, 1, 1)),
-        ("qwen3-0.6b", (8, 4, 8, 3, 4, 0, 1, 0, 0), (7, 6, 8, 3, 4, 0, 0, 2, 0)),
-        ("qwen3-8b", (4, 3, 8, 3, 8, 1, 0, 0, 0), (3, 3, 8, 3, 4, 0, 0, 0, 0)),
+        ("llama-1b", (4, 2, 16, 3, 8, 1, 0, 0, 0, 0), (3, 2, 16, 3, 4, 0, 0, 1, 1, 4)),
+        ("qwen3-0.6b", (8, 4, 8, 3, 4, 0, 1, 0, 0, 0), (7, 6, 8, 3, 4, 0, 0, 2, 0, 4)),
+        ("qwen3-8b", (4, 3, 8, 3, 8, 1, 0, 0, 0, 0), (3, 3, 8, 3, 4, 0, 0, 0, 0, 0)),
     ],
 )
 def test_the_defaults_are_what_was_fastest(name: str, one_row: tuple[int, ...], several: tuple[int, ...]) -> None:
@@ -79,6 +81,8 @@ def test_layers_take_three_buffers_in_turn_at_least() -> None:
         ({"slots": 2}, "slots is 2"),
         ({"copies": 16}, "copies is 16"),
         ({"row_warps": 3}, "row_warps is 3"),
+        ({"row_units": 9}, "row_units is 9; a row with a warp has 4 to 8"),
+        ({"row_units": 3}, "row_units is 3; a row with a warp has 4 to 8"),
     ):
         with pytest.raises(plans.UnsupportedShapeError, match=word):
             dataclasses.replace(plan, **options).definitions()  # type: ignore[arg-type]
@@ -190,11 +194,15 @@ def test_rotary_table_is_a_rotation() -> None:
     assert torch.equal(table[0, 0], torch.ones(32))
 
 
+LONG = {"llama-1b": {"row_units": 8}, "qwen3-0.6b": {"row_units": 8}, "qwen3-8b": {"row_warps": 1, "row_units": 4}}
+
+
 @pytest.mark.parametrize("name", plans.PRESETS)
-@pytest.mark.parametrize("rows", [1, 8])
-def test_compiles_within_its_registers(name: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "long"), [(1, False), (8, False), (8, True)])
+def test_compiles_within_its_registers(name: str, rows: int, long: bool) -> None:
+    """`long`: with twice the units of a row that has a warp."""
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'")
-    plan = plans.DensePlan(plans.PRESETS[name]).kernel(rows)
+    plan = dataclasses.replace(plans.DensePlan(plans.PRESETS[name]).kernel(rows), **LONG[name] if long else {})
     try:
         cubin, log = jit.compile_cubin("dense_step.cu", plan.definitions(), cache=False, verbose=True)
     except (RuntimeError, OSError) as error:

@@ -163,17 +163,23 @@ DEV void store_attention(Context& c, float (*merge)[2], float* sums, Accumulator
 DEV void store_attention(Context& c, int place, Accumulator& acc) {
   store_attention(c, c.s.merge[c.part_parity][place], attention_sums(c) + place * GROUP_DIM, acc);
 }
-// Joins `count` sums of a row, at most MOST, and publishes one piece of the split's output, and of its log-sums.
-template <int MOST>
-DEV void publish_piece(Context& c, int row, int piece, const float (*merge)[8][2], const float* sums, int count, int head, int split) {
+// Of one of a row's sums: the maximum and the sum of head 2q, then of head 2q + 1; and one piece of it.
+DEV float4 merge_of(const float (*merge)[8][2], int w, int count, int q) {
+  return w < count ? *(const float4*)merge[w][2 * q] : make_float4(-1e30f, 0.f, -1e30f, 0.f);
+}
+DEV float4 piece_of(const float4* part, int w, int count) {
+  return w < count ? part[w * ROW_PARTS] : make_float4(0.f, 0.f, 0.f, 0.f);
+}
+// Joins MOST sums of a row in their order and publishes one piece of the split's output, and of its log-sums. `load(w, m, x)` gives
+// the maxima and sums of one, and its piece.
+template <int MOST, class Load>
+DEV void join_piece(Context& c, int row, int piece, Load load, int head, int split) {
   const int q = piece % (GROUP / 2), g = piece / (GROUP / 2) % 8, tile = piece / (GROUP / 2) / 8;
-  const float4* part = (const float4*)sums + piece;
-  float4 m[MOST], x[MOST];  // maximum and sum of head 2q, then of head 2q + 1; the piece itself
+  float4 m[MOST], x[MOST];
   float top[2] = {-1e30f, -1e30f}, sum[2] = {}, out[4] = {};
 #pragma unroll
   for (int w = 0; w < MOST; w++) {
-    m[w] = w < count ? *(const float4*)merge[w][2 * q] : make_float4(-1e30f, 0.f, -1e30f, 0.f);
-    x[w] = w < count ? part[w * ROW_PARTS] : make_float4(0.f, 0.f, 0.f, 0.f);
+    load(w, m[w], x[w]);
     top[0] = fmaxf(top[0], m[w].x);
     top[1] = fmaxf(top[1], m[w].z);
   }
@@ -197,6 +203,16 @@ DEV void publish_piece(Context& c, int row, int piece, const float (*merge)[8][2
     if (g == 0 && tile == 0)
       publish(c, row, W_LSE + at * GROUP + h, __float_as_uint(sum[e] > 0.f ? top[e] + __log2f(sum[e]) : -1e30f));
   }
+}
+// The same of `count` sums, at most MOST, that `store_attention` left.
+template <int MOST>
+DEV void publish_piece(Context& c, int row, int piece, const float (*merge)[8][2], const float* sums, int count, int head, int split) {
+  const float4* part = (const float4*)sums + piece;
+  auto load = [&](int w, float4& m, float4& x) {
+    m = merge_of(merge, w, count, piece % (GROUP / 2));
+    x = piece_of(part, w, count);
+  };
+  join_piece<MOST>(c, row, piece, load, head, split);
 }
 // Joins the warps' sums of rows first to last and publishes the split's output and log-sum of each.
 DEV void publish_splits(Context& c, int first, int last, int head, int split) {

@@ -11,9 +11,11 @@ constexpr int PART_FLOATS = ROWS > 1 ? WARPS * 8 * ROWS * 8 : PART_SUMS + (FOLD 
 constexpr int PARTS = ROWS > 1 ? PART_FLOATS / GROUP_DIM : WARPS;  // warps' sums of rows that attention joins at once
 // Keys, then values, of a unit of the cache: panels of 16 tokens x 64 elements, as the copy engine writes them (see swizzled).
 constexpr int UNIT_TOKENS = 16, PANEL = UNIT_TOKENS * 128, UNIT = 2 * HEAD_DIM / 64 * PANEL;
-// Of three to eight rows each may have a warp to itself, where all have few units.
+// Of three to eight rows each may have a warp to itself, where all have few units: ROW_UNITS at most.
 constexpr bool BY_ROWS = ROW_WARPS && ROWS > 1;
-constexpr int ROW_UNITS = 2 * PARTS / WARPS;  // at most, so that there is room for their sums in both halves
+constexpr int ROW_ROOM = 2 * PARTS / WARPS;  // of them, whose sums there is room for in both halves
+constexpr bool LONG_ROWS = BY_ROWS && ROW_UNITS > ROW_ROOM;
+static_assert(!BY_ROWS || (ROW_UNITS >= ROW_ROOM && ROW_UNITS <= 2 * ROW_ROOM), "a row's earlier sums wait in registers once");
 static_assert(PARTS >= WARPS && PART_FLOATS >= WARPS * 8 * ROWS * 8, "");
 struct Control {
   int begin[ROWS], end[ROWS];  // tokens of each row that this block's split covers

@@ -1,6 +1,7 @@
 // Attention of three to eight rows of short contexts: a warp has a row to itself, from its heads to its split's output, and waits
 // for no other warp in between. Which warp makes a partial sum is free: each is of one unit, as it is with eight warps for a row,
-// and they are joined in the same order.
+// and they are joined in the same order. With LONG_ROWS a row may have twice the units that there is room for: its first sums
+// then wait in registers.
 // A warp keeps two units in registers. What has been loaded into them makes room in the ring, so that most of a layer's units are
 // here, or on their way, before the queries are.
 #pragma once
@@ -47,8 +48,10 @@ DEV bool known(Context& c, const Unit& unit, bool there) {
   return there && c.s.control.cached[unit.row] >= unit.base + UNIT_TOKENS &&
          __all_sync(~0u, barrier_test(shared_address(&c.s.unit_full[unit.index % UNITS]), unit.index / UNITS & 1));
 }
-DEV float (*own_merge(Context& c, int unit))[8][2] { return &c.s.merge[0][0] + c.warp * ROW_UNITS + unit; }
-DEV float* own_sums(Context& c, int unit) { return c.s.part[0] + (c.warp * ROW_UNITS + unit) * GROUP_DIM; }
+// Where a unit's sums are left: those of a row's later units where earlier ones have been.
+DEV int room_of(int unit) { return LONG_ROWS ? (u32)unit % ROW_ROOM : unit; }
+DEV float (*own_merge(Context& c, int unit))[8][2] { return &c.s.merge[0][0] + c.warp * ROW_ROOM + room_of(unit); }
+DEV float* own_sums(Context& c, int unit) { return c.s.part[0] + (c.warp * ROW_ROOM + room_of(unit)) * GROUP_DIM; }
 // `middle()` is done when there is room for another unit's keys.
 template <class Middle>
 DEV void attend_taken(Context& c, const Taken& t, const Unit& unit, int number, Middle middle) {
@@ -96,7 +99,46 @@ DEV void publish_row(Context& c, int count, int head, int split) {
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < ROW_PARTS / 32; i++)
-    publish_piece<ROW_UNITS>(c, c.warp, i * 32 + c.lane, own_merge(c, 0), own_sums(c, 0), count, head, split);
+    publish_piece<ROW_ROOM>(c, c.warp, i * 32 + c.lane, own_merge(c, 0), own_sums(c, 0), count, head, split);
+}
+// The first ROW_ROOM sums of a row with more: the pieces that a lane joins, and the maxima and sums of all, a number a lane.
+struct Earlier {
+  float4 piece[ROW_PARTS / 32][ROW_ROOM];
+  float number;
+};
+// Takes them out of shared memory, where there is room for as many again.
+DEV void take_sums(Context& c, Earlier& earlier) {
+  static_assert(2 * GROUP * ROW_ROOM <= 32 && ROW_ROOM % 2 == 0, "");
+  const int unit = c.lane / (2 * GROUP) % ROW_ROOM;
+  __syncwarp();
+  earlier.number = (&own_merge(c, unit)[0][0][0])[c.lane % (2 * GROUP)];
+#pragma unroll
+  for (int i = 0; i < ROW_PARTS / 32; i++)
+#pragma unroll
+    for (int w = 0; w < ROW_ROOM; w++) earlier.piece[i][w] = ((const float4*)own_sums(c, w))[i * 32 + c.lane];
+  __syncwarp();
+}
+// Joins a row's sums, those that were taken first, and publishes them: the operations of `publish_row`, in their order.
+DEV void publish_long_row(Context& c, const Earlier& earlier, int count, int head, int split) {
+  const int q = c.lane % (GROUP / 2), later = count - ROW_ROOM;
+  float4 merge[2 * ROW_ROOM];
+  __syncwarp();
+#pragma unroll
+  for (int w = 0; w < ROW_ROOM; w++) {
+    const int from = 2 * (w * GROUP + 2 * q);
+    merge[w] = make_float4(__shfl_sync(~0u, earlier.number, from), __shfl_sync(~0u, earlier.number, from + 1),
+                           __shfl_sync(~0u, earlier.number, from + 2), __shfl_sync(~0u, earlier.number, from + 3));
+    merge[ROW_ROOM + w] = merge_of(own_merge(c, 0), w, later, q);
+  }
+#pragma unroll
+  for (int i = 0; i < ROW_PARTS / 32; i++) {
+    const float4* part = (const float4*)own_sums(c, 0) + i * 32 + c.lane;
+    auto load = [&](int w, float4& m, float4& x) {
+      m = merge[w];
+      x = w < ROW_ROOM ? earlier.piece[i][w % ROW_ROOM] : piece_of(part, w - ROW_ROOM, later);
+    };
+    join_piece<2 * ROW_ROOM>(c, c.warp, i * 32 + c.lane, load, head, split);
+  }
 }
 struct Early {
   Taken unit;
@@ -150,7 +192,7 @@ DEV void attention_by_rows(Context& c, Stream& f, int layer, Early& first) {
     };
     if (!has_a) take(0, a);
 #pragma unroll 1
-    for (int number = 0; number < units; number += 2) {
+    for (int number = 0; number < (LONG_ROWS ? min(units, ROW_ROOM) : units); number += 2) {
       attend_taken(c, a, unit(number), number, [&] {
         if (!has_b) take(number + 1, b);
       });
@@ -159,7 +201,23 @@ DEV void attention_by_rows(Context& c, Stream& f, int layer, Early& first) {
       stamp(c, layer, 12);
       pump(c, f);
     }
-    publish_row(c, units, head, split);
+    if (LONG_ROWS && units > ROW_ROOM) {
+      // The first of the later units is in registers. With the earlier sums there is room for one at a time.
+      Earlier earlier;
+      take_sums(c, earlier);
+#pragma unroll 1
+      for (int number = ROW_ROOM;;) {
+        attend_taken(c, a, unit(number), number, nothing);
+        stamp(c, layer, 12);
+        if (++number == units) break;
+        wait_unit(c, unit(number).index);
+        take_unit(c, unit(number), a);
+        pump(c, f);
+      }
+      publish_long_row(c, earlier, units, head, split);
+    } else {
+      publish_row(c, units, head, split);
+    }
     stamp(c, layer, 13);
   }
   block_sync();  // the output projection's sums will lie where these are

@@ -3,6 +3,16 @@
 #pragma once
 #include "gemv.cuh"
 
+#if ROW_WARPS
+// Whether a warp for each row keeps more than half of the warps busy, where the longest has more units than there is room for:
+// else turns share units better.
+DEV bool even_rows(const Control& k, int rows) {
+  int most = 0;
+#pragma unroll 1
+  for (int row = 0; row < rows; row++) most = max(most, k.first_unit[row + 1] - k.first_unit[row]);
+  return most <= ROW_ROOM || k.first_unit[rows] > WARPS / 2 * most;
+}
+#endif
 // How many units each row has, and which rows' warps are joined together: as many as there is room for their sums.
 DEV void count_units(Control& k, int rows) {
   int parts = 0;
@@ -28,6 +38,7 @@ DEV void count_units(Control& k, int rows) {
     k.by_rows = k.by_rows && k.first_unit[row + 1] - k.first_unit[row] <= ROW_UNITS;
     k.shared_requests = k.shared_requests || k.first[row] != row;
   }
+  if (LONG_ROWS) k.by_rows = k.by_rows && even_rows(k, rows);
 #endif
 }
 // What a step of one row knows without looking anything up, asked for before the ring's first pages.

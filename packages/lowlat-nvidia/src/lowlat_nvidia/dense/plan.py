@@ -17,6 +17,7 @@ FRAGMENT_BYTES = 512  # 16 outputs x 16 inputs, or 8 x 32, in bfloat16
 SHARED_LIMIT = 227 * 1024
 UNIT_TOKENS = 16  # cached tokens that are copied and computed at once; splits of a context are whole units
 MAX_PAGES = 16  # of a warp's ring of weights
+SEVERAL_SUMS = WARPS * 8 * MAX_ROWS * 8  # partial sums of a product of several rows, in floats; there is room for two
 MAX_UNITS = 24  # of the cache under way: 96 KB of heads of 64
 
 
@@ -157,7 +158,9 @@ class DensePlan:
 
     Of several rows, with `watch_each` a word of every block is waited for before attention's output and activations are
     loaded. With `row_warps` each of three to eight rows of short contexts has a warp of its own in attention; with 2 it
-    has a unit in registers before q, k and v are computed.
+    has a unit in registers before q, k and v are computed. Short contexts have at most `row_units` units a split: as
+    many as there is room for sums (1,024 tokens with 16 splits, 512 where a KV head has 512 query elements), or up to
+    twice that, where a row's first sums wait in registers.
     """
 
     shape: DenseShape
@@ -173,6 +176,7 @@ class DensePlan:
     slots: int | None = None
     watch_each: bool | None = None
     row_warps: int | None = None
+    row_units: int | None = None
     plain_copies: bool = False
     alone: bool = False
 
@@ -204,7 +208,7 @@ class DensePlan:
         """Shared memory of a block beside the rings of weights and of the cache, barriers of both included."""
         s = self.shape
         rows, group_dim = 1 if self.one_row else MAX_ROWS, s.qdim // s.kv_heads
-        partial = WARPS * 8 * 8 + self.folded * s.hidden // 2 if self.one_row else WARPS * 8 * MAX_ROWS * 8
+        partial = WARPS * 8 * 8 + self.folded * s.hidden // 2 if self.one_row else SEVERAL_SUMS
         joined = WARPS if self.one_row else partial // group_dim  # warps whose sums attention joins at once
         sums = 2 * 4 * (partial + WARPS * rows + joined * 8 * 2) + 4 * (WARPS * group_dim if self.one_row else 4)
         control = 32 + rows * (9 * 4 + 8 + 4 * s.head_dim)
@@ -321,6 +325,15 @@ class DensePlan:
         usual = 1 if self.shape.head_dim == 64 else 2 if self._narrow else 0
         return 0 if self.one_row else usual if self.row_warps is None else self.row_warps
 
+    def _row_units(self) -> int:
+        """As many as there is room for sums, none where no row has a warp; twice as many are not measured."""
+        room = self._row_room()
+        return room if self.row_units is None or self.one_row else self.row_units
+
+    def _row_room(self) -> int:
+        """Units of each row for whose sums there is room where rows have warps of their own."""
+        return 2 * SEVERAL_SUMS // (self.shape.qdim // self.shape.kv_heads) // WARPS if self._row_warps() else 0
+
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
         s = self.shape
@@ -334,6 +347,9 @@ class DensePlan:
             raise UnsupportedShapeError(f"copies is {self.copies}; 1, 2, 4 or 8 are published")
         if self._row_warps() not in (0, 1, 2):
             raise UnsupportedShapeError(f"row_warps is {self.row_warps}; a warp has 0, 1 or 2")
+        room = self._row_room()
+        if not room <= self._row_units() <= 2 * room:
+            raise UnsupportedShapeError(f"row_units is {self.row_units}; a row with a warp has {room} to {2 * room}")
         if self.one_row and self.hold and not self.holds:
             raise UnsupportedShapeError("hold is set; a narrow model and folded steps keep no page between stages")
         return {
@@ -360,6 +376,7 @@ class DensePlan:
             "SLOTS": self.buffers,
             "WATCH_EACH": int(self._watch_each()),
             "ROW_WARPS": self._row_warps(),
+            "ROW_UNITS": self._row_units(),
             "PLAIN_COPIES": int(self.plain_copies),
             "ALONE": int(self.alone),
             "BLOCKS": BLOCKS,
