@@ -118,9 +118,9 @@ ENGINE = (
     plant(
         "A48",
         "a graph's outputs are read after the next replay wrote them",
-        "engine/device_results.py",
-        "fetch(part, len(slots) * rows)",
-        "part[: len(slots) * rows]",
+        "engine/device_runner.py",
+        "samples.fetched(len(slots), fetch)",
+        "samples.fetched(len(slots), lambda part: part)",
         "models/test_models_device_replay.py::test_kept_bodies_give_the_same_tokens",
     ),
     plant(

@@ -19,6 +19,7 @@ from lowlat.layers.rope import Rope
 from lowlat.layers.triton import attention
 from lowlat.layers.triton.activation import gated
 from lowlat.layers.triton.filtering import keep_likely
+from lowlat.layers.triton.host import fetch
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import product
 from lowlat.layers.triton.rope_write import rope_write
@@ -118,6 +119,14 @@ def test_slots(slots):
         ops(slots_B, chosen, *state, 5)
         results.append(state)
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 8), (0,), (1024,), (1025,)])
+def test_tokens_on_the_host(shape):
+    """The last is more than a launch stores."""
+    source = torch.randint(-(1 << 62), 1 << 62, shape)
+    assert torch.equal(fetch(source), source)
+    assert torch.equal(fetch(source.float()), source.float())
 
 
 @pytest.mark.parametrize(("slots", "window"), [([2], False), ([4, 0, 2, 6], True)])

@@ -24,6 +24,7 @@ from lowlat.layers.triton import (
     experts,
     filtering,
     history,
+    host,
     norm,
     product,
     rope_write,
@@ -187,7 +188,7 @@ def test_small_kernels_fit(target, tmp_path):
             slots.take_slots_kernel,
             dict.fromkeys(["slots_ptr", "tokens_ptr", "lengths_ptr", "token_ptr", "place_ptr", "write_ptr"], "*i64")
             | {"pages_ptr": integers, "after_ptr": integers, "row_ptr": integers, "count": "i32", "width": "i32"},
-            {"PAGE": 16, "BLOCK": 8},
+            {"PAGE": 16, "BLOCK": 8, "EARLY": target != "gfx950"},
             1,
         ),
         (
@@ -219,9 +220,10 @@ def test_small_kernels_fit(target, tmp_path):
             slots.put_tokens_kernel,
             dict.fromkeys(["slots_ptr", "chosen_ptr", "tokens_ptr", "lengths_ptr"], "*i64")
             | {"count": "i32", "padding": "i32"},
-            {"BLOCK": 8},
+            {"BLOCK": 8, "EARLY": target != "gfx950"},
             1,
         ),
+        (host.store_kernel, {"source_ptr": "*i64", "target_ptr": "*i64", "count": "i32"}, {"BLOCK": host.MOST}, 4),
         *draws_and_checks(),
     ]  # fmt: skip
     for kernel, types, constants, warps in jobs:

@@ -46,10 +46,10 @@ class PendingStep:
         *,
         rows: int = 1,
     ) -> None:
-        """Start the copies. The samples' first rows are those of `slots`, `rows` for each, the others padding; `wanted`
-        are the log-probabilities that each slot wants (-1 none). `done` hears of the tokens once, before others;
-        `again` is asked first where a row has none, and is true where another step now stands for this one
-        (`replace`)."""
+        """`samples` and `reads` are on their way to the host (`DeviceOps.fetch`), and are there once what is queued now
+        is done. The samples are of `slots`, `rows` for each; `wanted` are the log-probabilities that each slot wants
+        (-1 none). `done` hears of the tokens once, before others; `again` is asked first where a row has none, and is
+        true where another step now stands for this one (`replace`)."""
         self._step = step
         self._slots = slots
         self._wanted = [count for count in wanted for _ in range(rows)]
@@ -57,14 +57,9 @@ class PendingStep:
         self._again = again
         self._instead: PendingStep | None = None
         self._result: StepResult | None = None
-        self._samples: Samples | None = None
+        self._samples = samples
         self._event: Any = None
-        if samples is not None:
-            fetched = [fetch(part, len(slots) * rows) for part in samples.tensors()]
-            self._samples = Samples(*fetched)
         self._reads = reads
-        if reads is not None:
-            self._reads = LabelReads(fetch(reads.values, len(reads.values)), reads.chunks)
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
@@ -150,10 +145,3 @@ class PendingStep:
         ids = [[] for _ in chosen] if samples.top_ids_MC is None else samples.top_ids_MC.tolist()
         rows = zip(self._wanted, chosen, ranks, ids, top, strict=True)
         return [TokenLogprobs(lp, rank, i[:n], t[:n]) if n >= 0 else None for n, lp, rank, i, t in rows]
-
-
-def fetch(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A copy of a tensor's first rows on the host: ordered behind what was launched, waited for by nobody."""
-    source = tensor[:rows]
-    target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
-    return target.copy_(source, non_blocking=True)

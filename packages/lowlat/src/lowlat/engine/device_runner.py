@@ -251,7 +251,7 @@ class DeviceRunner:
             return speculation.time_step(launched, size, width)
 
         wanted = [setting.logprobs for setting in settings]
-        return PendingChecks(plan.step, checked, slots, wanted, self.device, done, again)
+        return PendingChecks(plan.step, checked, slots, wanted, self.device, done, again, fetch=self.model.ops.fetch)
 
     def _settle(self) -> None:
         """Wait for all steps in flight."""
@@ -369,7 +369,11 @@ class DeviceRunner:
                 burst = [token] if token >= 0 else []
                 self._slots.note(slot, burst, observe)
 
-        wanted = self._slots.logprobs(slots)
+        wanted, fetch = self._slots.logprobs(slots), self.model.ops.fetch
+        if samples is not None:
+            samples = samples.fetched(len(slots), fetch)
+        if reads is not None:
+            reads = LabelReads(fetch(reads.values), reads.chunks)
         return PendingStep(plan.step, samples, slots, wanted, self.device, done, reads, again)
 
     # --- what the device cannot do -----------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ Legend of shape suffixes: M samples of a step, V vocabulary, C log-probabilities
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import torch
 
@@ -44,6 +46,10 @@ class Samples(msgspec.Struct):
         """Those present."""
         parts = (self.tokens_M, self.chosen_M, self.ranks_M, self.top_MC, self.top_ids_MC)
         return [part for part in parts if part is not None]
+
+    def fetched(self, rows: int, fetch: Callable[[torch.Tensor], torch.Tensor]) -> Samples:
+        """The first rows on their way to the host."""
+        return Samples(*(fetch(part[:rows]) for part in self.tensors()))
 
 
 def choose(

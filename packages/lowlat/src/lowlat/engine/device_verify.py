@@ -15,7 +15,7 @@ import torch
 from lowlat.cache.layout import KVPool
 from lowlat.engine.batch import StepPlan
 from lowlat.engine.device_kernels import DeviceKernels
-from lowlat.engine.device_results import PendingStep, fetch
+from lowlat.engine.device_results import PendingStep
 from lowlat.engine.device_sampler import Samples, SamplingMode, choose
 from lowlat.engine.device_speculation import DeviceSpeculation
 from lowlat.engine.device_state import DeviceState, SlotLists, to_device
@@ -195,13 +195,17 @@ class PendingChecks(PendingStep):
         device: torch.device,
         done: Callable[[list[list[int]], list[int]], tuple[float, float]],
         again: Callable[[PendingStep], bool] | None = None,
+        *,
+        fetch: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """As `PendingStep`. `done` hears of every slot's tokens and rows, and says what `StepResult.spent` and `plain`
-        are."""
+        """As `PendingStep`, of results that are on the device yet. `done` hears of every slot's tokens and rows, and
+        says what `StepResult.spent` and `plain` are."""
         self._told = done
-        self._result_BX = fetch(checked.result_BX, len(slots))
+        self._result_BX = fetch(checked.result_BX[: len(slots)])
         self._rows = checked.result_BX.shape[1] - 2
-        samples = checked.samples if checked.samples.chosen_M is not None else None
+        samples = None
+        if checked.samples.chosen_M is not None:
+            samples = checked.samples.fetched(len(slots) * self._rows, fetch)
         super().__init__(step, samples, slots, wanted, device, lambda tokens: None, again=again, rows=self._rows)
 
     def _read(self) -> StepResult | None:

@@ -20,6 +20,11 @@ from lowlat.layers.verify import SlotTables, VerifyRows
 from lowlat.platform.base import PackedLinear
 
 
+def host_room(source: torch.Tensor) -> torch.Tensor:
+    """Memory of the host for a copy of `source`: pinned where that is on a GPU."""
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+
+
 class ReferenceOps:
     """`DeviceOps` in plain PyTorch."""
 
@@ -164,6 +169,10 @@ class ReferenceOps:
         """Write them."""
         tokens_T.index_copy_(0, slots_B, chosen_B.clamp(min=0))
         lengths_T.index_copy_(0, slots_B, lengths_T[slots_B] + (slots_B != padding))
+
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        """By the copy engine."""
+        return host_room(source).copy_(source, non_blocking=True)
 
     def experts(
         self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor, experts: Experts

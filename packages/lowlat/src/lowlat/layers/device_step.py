@@ -212,6 +212,9 @@ class DeviceOps(Protocol):
         """Write chosen tokens (int64; 0 for -1, so that the next step may look it up) to their slots, whose lengths
         grow by one, but for the slot of padding."""
 
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, whole once all is done that is queued now. Whoever asks keeps it until then."""
+
     def experts(
         self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor, experts: Experts
     ) -> torch.Tensor:

@@ -22,6 +22,7 @@ from lowlat.layers.triton.drawing import draw, walk
 from lowlat.layers.triton.experts import ExpertTable
 from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.history import find_again
+from lowlat.layers.triton.host import fetch
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
 from lowlat.layers.triton.product import most_rows, product
 from lowlat.layers.triton.rope_write import rope_write, write_layers
@@ -268,7 +269,7 @@ class TritonOps:
         page_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Look up the slots' states."""
-        return take_slots(slots_B, tokens_T, lengths_T, pages_TP, page_size)
+        return take_slots(slots_B, tokens_T, lengths_T, pages_TP, page_size, early_start=self._early)
 
     def put_tokens(
         self,
@@ -279,7 +280,11 @@ class TritonOps:
         padding: int,
     ) -> None:
         """Write them."""
-        put_tokens(slots_B, chosen_B, tokens_T, lengths_T, padding)
+        put_tokens(slots_B, chosen_B, tokens_T, lengths_T, padding, early_start=self._early)
+
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        """Tokens by a store to pinned memory, everything else by the copy engine."""
+        return fetch(source)
 
     def experts(
         self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor, experts: Experts
