@@ -42,22 +42,23 @@ from lowlat_nvidia.dense.pack import DenseWeights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 from lowlat_nvidia.dense.stamps import attention_us, head_cycles, read_parts, stamped
 from lowlat_nvidia.dense.step import DenseStep, StepTensors, load_kernels
+from lowlat_nvidia.dense.waits import Waits
 from lowlat_nvidia.jit import Function, compile_cubin
 
 Arm = Callable[[], object]
 FORMS_OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": ({"slots": 28}, {"under_way": 5}),
-    "llama-1b": ({"slots": 16}, {"hold": False}, {"copies": 4}, {"under_way": 3}),
-    "qwen3-8b": ({"slots": 36}, {"hold": False}, {"copies": 4}),
+    "qwen3-0.6b": ({"slots": 28}, {"waits": Waits()}, {"under_way": 5}),
+    "llama-1b": ({"slots": 16}, {"waits": Waits()}, {"hold": False}, {"copies": 4}, {"under_way": 3}),
+    "qwen3-8b": ({"slots": 36}, {"waits": Waits()}, {"hold": False}, {"copies": 4}, {"under_way": 3}),
 }
 FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3-0.6b": ({"slots": 28}, {"row_warps": 0}, {"row_warps": 1}, {"row_units": 8}, {"watch_each": True}),
-    "llama-1b": (
-        {"slots": 16}, {"row_warps": 0}, {"row_warps": 2}, {"row_units": 8}, {"watch_each": False}, {"under_way": 3},
-    ),
-    "qwen3-8b": ({"slots": 36}, {"row_warps": 1, "row_units": 4}, {"watch_each": True}),
-}  # fmt: skip
+    "qwen3-0.6b": ({"slots": 28}, {"waits": Waits()}, {"row_warps": 0}, {"row_warps": 1}, {"row_units": 4}),
+    "llama-1b": ({"slots": 16}, {"waits": Waits()}, {"row_warps": 0}, {"row_units": 4}, {"watch_each": False}),
+    "qwen3-8b": ({"slots": 36}, {"waits": Waits()}, {"row_warps": 0}, {"row_units": 2}, {"watch_each": True}),
+}
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""
+SEVERAL = ((2, 1024), (4, 1024), (8, 1024), (8, 2048))
+"""(rows, context) of steps of several rows, of the default."""
 
 
 class _Reading(ctypes.Structure):
@@ -133,7 +134,9 @@ class PlainLaunch:
     def __init__(self, function: Function) -> None:
         self.function = function
 
-    def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:
+    def launch(
+        self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, early: bool = False
+    ) -> None:
         self.function.launch_early(blocks, threads, parameters, stream, dependent=False)
 
 
@@ -391,7 +394,7 @@ def main() -> None:
             report.add(name, arm, 1, 1024, size, values)
         note = "computed: bytes over the read ceiling of this run"
         report.add(name, "read-floor", 1, 1024, size, [size / report.ceiling * 1e6], note)
-        for rows, context in ((2, 1024), (4, 1024), (8, 1024), (1, 32_768), (1, 131_072)):
+        for rows, context in (*SEVERAL, (1, 2048), (1, 8192), (1, 32_768), (1, 131_072)):
             del inputs, pools
             inputs, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
             built.bind(pools, 16)

@@ -27,6 +27,7 @@ from lowlat_nvidia.dense.cases import copy_pools, make_case, one_row
 from lowlat_nvidia.dense.kernel import read_weights, shadow_limits
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 from lowlat_nvidia.dense.rows import rows_of
+from lowlat_nvidia.dense.waits import Waits
 from lowlat_nvidia.specs import DENSE
 from lowlat_plugin import Mode
 from lowlat_plugin.conformance import Case, ReferenceHost
@@ -247,6 +248,7 @@ def test_rows_with_more_units_than_there_is_room_for_sums(
 
 FORMS_OF_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "not folded": ("two layers", {"fold": False}),
+    "no pauses": ("two layers", {"waits": Waits()}),
     "four pages": ("two layers", FOUR_PAGES),
     "a buffer for each layer": ("four layers", {"slots": 4}),
     "a buffer for each layer, not folded": ("four layers", {"slots": 4, "fold": False}),
@@ -303,6 +305,48 @@ def test_either_kernel_follows_the_other(
         exchange[::3] = 7  # what a step that ended early left
     built.reset()
     agree((2, 1, 5, 1))
+
+
+def tokens_of_steps_in_flight(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, changes: dict[str, tuple[str, str]] | None = None
+) -> tuple[list[int], list[int]]:
+    """Tokens of three steps, each of which decodes the one before's: launched one by one, and all at once."""
+    weights = reference.random_weights(SHAPES["heads of 64"], 3, "cpu")
+    weights.lm_head = weights.embedding.roll(1, 0)  # or the token after each would be itself
+    built, _ = build(monkeypatch, folder, "heads of 64", weights, changes)
+    inputs, pools = make_case(built.plan.shape, [[40]], 16, 5, "cpu")
+    built.bind(pools, 16)
+    inputs.tokens_R = built.next_token_R[:1]  # a step reads the token that the one before it wrote
+    function = built.function(1)
+    apart, together = [], []
+    built.next_token_R.fill_(7)
+    for _ in range(3):
+        built.run(inputs, 1)
+        apart.append(int(built.next_token_R[0]))
+    built.check()
+    monkeypatch.setattr(function, "launch", lambda *given, early: function.launch_early(*given))
+    for count in (1, 2, 3):
+        built.reset()
+        built.next_token_R.fill_(7)
+        for _ in range(count):
+            built.run(inputs, 1)
+        function.machine.finish(steps.THREADS)
+        together.append(int(built.next_token_R[0]))
+    return apart, together
+
+
+def test_steps_that_start_early_wait_for_the_one_before(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step lets the next one start when its logits are there, which is before its token is: a wait left out shows."""
+    apart, together = tokens_of_steps_in_flight(monkeypatch, tmp_path)
+    assert together == apart == [8, 9, 10]
+    wait = ("  auto ask_inputs = [&] {\n    wait_for_earlier_kernel();\n", "  auto ask_inputs = [&] {\n")
+    try:
+        apart, together = tokens_of_steps_in_flight(monkeypatch, tmp_path, {"dense_step.cu": wait})
+    except RuntimeError:
+        return  # blocks of two steps wait for each other in the same buffer
+    assert together != apart
 
 
 SEVERAL = "if (!__any_sync(~0u, top == EMPTY) || !__all_sync(~0u, may_wait(c, polls, 2))) break;"

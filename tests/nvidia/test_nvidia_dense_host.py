@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lowlat_nvidia import jit
 from lowlat_nvidia.dense import pack as packing
 from lowlat_nvidia.dense import plan as plans
+from lowlat_nvidia.dense import waits
 from lowlat_nvidia.dense.reference import random_weights
 from lowlat_nvidia.dense.rotary import frequencies, rotary_table
 
@@ -54,9 +55,9 @@ CHOICES = (
 @pytest.mark.parametrize(
     ("name", "one_row", "several"),
     [
-        ("llama-1b", (4, 2, 16, 3, 8, 1, 0, 0, 0, 0), (3, 2, 16, 3, 4, 0, 0, 1, 1, 4)),
-        ("qwen3-0.6b", (8, 4, 8, 3, 4, 0, 1, 0, 0, 0), (7, 6, 8, 3, 4, 0, 0, 2, 0, 4)),
-        ("qwen3-8b", (4, 3, 8, 3, 8, 1, 0, 0, 0, 0), (3, 3, 8, 3, 4, 0, 0, 0, 0, 0)),
+        ("llama-1b", (4, 2, 16, 3, 8, 1, 0, 0, 0, 0), (3, 2, 16, 3, 4, 0, 0, 1, 1, 8)),
+        ("qwen3-0.6b", (8, 4, 8, 3, 4, 0, 1, 0, 0, 0), (7, 6, 8, 3, 4, 0, 0, 2, 0, 8)),
+        ("qwen3-8b", (4, 2, 8, 3, 8, 1, 0, 0, 0, 0), (3, 3, 8, 3, 4, 0, 0, 1, 0, 4)),
     ],
 )
 def test_the_defaults_are_what_was_fastest(name: str, one_row: tuple[int, ...], several: tuple[int, ...]) -> None:
@@ -66,6 +67,24 @@ def test_the_defaults_are_what_was_fastest(name: str, one_row: tuple[int, ...], 
     for rows, expected in ((1, one_row), (8, several)):
         found = plan.kernel(rows).definitions()
         assert tuple(found[choice] for choice in CHOICES) == expected
+
+
+def test_pauses_are_a_byte_a_stage() -> None:
+    how = waits.Waits({waits.SPLITS: 7}, {waits.HEADS: 1, waits.DOWN: 255}, (waits.QKV, waits.GATE_UP))
+    found = plans.DensePlan(plans.QWEN3_06B, waits=how).definitions()
+    assert (found["QUIET"], found["BUSY"], found["WHOLE"]) == (7 << 24, 1 << 16 | 255 << 48, 0b100001)
+    for pauses in ({waits.SPLITS: 256}, {waits.SPLITS: -1}, {8: 1}):
+        with pytest.raises(ValueError, match="0 to 255 hundred cycles"):
+            waits.packed(pauses)
+
+
+def test_every_kernel_pauses_as_measured_and_none_without() -> None:
+    for name in plans.PRESETS:
+        for rows in (1, 8):
+            kernel = plans.DensePlan(plans.PRESETS[name]).kernel(rows)
+            assert kernel.definitions()["BUSY"]
+            none = dataclasses.replace(kernel, waits=waits.Waits()).definitions()
+            assert (none["QUIET"], none["BUSY"], none["WHOLE"]) == (0, 0, 0)
 
 
 def test_layers_take_three_buffers_in_turn_at_least() -> None:

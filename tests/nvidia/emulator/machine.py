@@ -116,7 +116,9 @@ class EmulatedFunction:
     def __init__(self, machine: Machine, which: int, cluster: int, shared_bytes: int) -> None:
         self.machine, self.which, self.cluster, self.shared = machine, which, cluster, shared_bytes
 
-    def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:
+    def launch(
+        self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, early: bool = False
+    ) -> None:
         self.launch_early(blocks, threads, parameters, stream)
         self.machine.finish(threads)
 

@@ -365,7 +365,7 @@ template <int COUNT> DEV void take_registers() {}
 template <int COUNT> DEV void give_registers() {}
 DEV void forget(int&) {}
 DEV void define(uint4& v) { v = make_uint4(0, 0, 0, 0); }
-DEV long long clock_now() { static long long t = 0; return t += 10; }
+DEV long long clock_now() { static long long t = 0; return t += 100; }  // pauses are short, deadlines far
 DEV u32 order_key(float x) {
   const u32 bits = __float_as_uint(x);
   return x != x ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;

@@ -131,20 +131,19 @@ class Function:
         _check(driver, error, "asking for as much shared memory as there is")
         self._shared = shared_bytes
 
-    def launch(self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int) -> None:
+    def launch(
+        self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, early: bool = False
+    ) -> None:
         """One cooperative launch with a single parameter, a structure passed by value. Capturable in graphs.
 
-        A thread that has not touched the device yet gets the context in which the kernel was loaded.
+        With `early` it may start before the kernel before it has ended, as `launch_early` says. A thread that has not
+        touched the device yet gets the context in which the kernel was loaded.
         """
         error, current = self._driver.cuCtxGetCurrent()
         if int(error) or not int(current):
             (error,) = self._driver.cuCtxSetCurrent(self._context)
             _check(self._driver, error, "cuCtxSetCurrent")
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
-        (error,) = self._driver.cuLaunchCooperativeKernel(
-            self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.addressof(pointers)
-        )
-        _check(self._driver, error, "cuLaunchCooperativeKernel")
+        self._launch(blocks, threads, parameters, stream, cooperative=True, early=early)
 
     def launch_early(
         self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, dependent: bool = True
@@ -154,16 +153,27 @@ class Function:
         The kernel waits for what it needs with `griddepcontrol.wait`. Without `dependent` it starts as usual.
         Capturable in graphs.
         """
+        self._launch(blocks, threads, parameters, stream, cooperative=False, early=dependent)
+
+    def _launch(
+        self, blocks: int, threads: int, parameters: ctypes.Structure, stream: int, *, cooperative: bool, early: bool
+    ) -> None:
         driver = self._driver
-        config = driver.CUlaunchConfig()
+        config, kinds = driver.CUlaunchConfig(), driver.CUlaunchAttributeID
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes, config.hStream = self._shared, stream
-        if dependent:
+        attributes = []
+        if cooperative:
             attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.id, attribute.value.cooperative = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 1
+            attributes.append(attribute)
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         (error,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         _check(driver, error, "cuLaunchKernelEx")

@@ -253,18 +253,24 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   int thread = threadIdx.x, block = blockIdx.x;
   forget(thread);  // or what is worked out of it before stays in registers beside it
   const int warp = (u32)thread / 32, lane = (u32)thread % 32, row = thread / BLOCK_HIDDEN, n = thread % BLOCK_HIDDEN;
-  const OneRow one = ask_row(p);
   const u32 ring = shared_address(memory + RING_OFFSET), full = shared_address(s.full);
-  const u32 parity = load_exchange_word(p.state + PARITY);
-  const int last_rows = ONE ? 1 : (int)load_exchange_word(p.state + LAST_ROWS);
-  u32* now = p.exchange + parity * STEP_WORDS;
-  u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
+  OneRow one;
+  u32 parity;
+  int last_rows;
+  // What the kernel before wrote, or what a step of this kernel did; weights and norms nobody writes.
+  auto ask_inputs = [&] {
+    wait_for_earlier_kernel();
+    one = ask_row(p);
+    parity = load_exchange_word(p.state + PARITY);
+    last_rows = ONE ? 1 : (int)load_exchange_word(p.state + LAST_ROWS);
+  };
+  if constexpr (!ONE) ask_inputs();
   const int first = first_layer(p);
-  Context c = {p, s, now + (long)(first ? slot_of(first - 1) : BEFORE) * LAYER_WORDS, block, warp, lane, thread, lane / 4, lane % 4, ONE ? 1 : p.rows,
+  Context c = {p, s, nullptr, block, warp, lane, thread, lane / 4, lane % 4, ONE ? 1 : p.rows,
                ring + warp * RING_PAGES * PAGE, full + warp * RING_PAGES * 8,
                p.weights + (((long)first_page(p) * BLOCKS + block) * WARPS + warp) * PAGE, read_once_policy(), first_page(p),
                shared_address(memory + UNITS_OFFSET), p.zero, copies_of(ONE ? 1 : p.rows),
-               0, 0, 0, 0, false};
+               0, 0, 0, 0, false, false};
 
 #if FOLD
   Held h;
@@ -276,6 +282,10 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
   fold_stream(c, f);
 #endif
   while (f.room) ask_page(c, f);
+  if constexpr (ONE) ask_inputs();  // behind its first pages, which the kernel before may still hide
+  u32* now = p.exchange + parity * STEP_WORDS;
+  u32* other = p.exchange + (parity ^ 1) * STEP_WORDS;
+  c.now = now + (long)(first ? slot_of(first - 1) : BEFORE) * LAYER_WORDS;
   auto embedded = [&](long token) {
     return row < c.rows ? ((const unsigned short*)p.embedding)[token * HIDDEN + block * BLOCK_HIDDEN + n] : 0;
   };
@@ -299,6 +309,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
     if (thread == 0) finish_step(p, 0);
     return;
   }
+  c.busy = ONE ? 2 * s.control.first_unit[1] > UNITS : !s.control.by_rows && c.rows <= PAUSED_ROWS;
   if constexpr (!ONE) mine = embedded(s.control.token[row % ROWS]);
   float residual = bf_low(mine);
   if (runs(p, 1) && !FOLD) publish_residual(c, row, n, 0, residual, W_OUT, W_OUT_SQUARE);
@@ -386,6 +397,7 @@ DEV void compute(const Params& p, Shared& s, u8* memory) {
 #endif
   });
   stamp(c, LAYERS, 1);
+  let_next_kernel_start();
   __threadfence();
   block_sync();
   if (thread == 0) finish_step(p, parity);
@@ -407,6 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY_THREADS, 1) dense_st
   __syncthreads();
   if (warp >= WARPS) {
     give_registers<56>();
+    wait_for_earlier_kernel();
     if (thread == THREADS) s.stop = load_exchange_word(p.state + 1);
     for (int i = thread - THREADS; i < 2 * LAYERS; i += COPY_THREADS)
       if (p.maps) map_ready(p.maps + i * TENSOR_MAP);

@@ -91,7 +91,8 @@ DEV void watch(Context& c, Stream& f, const u32* at, u32& polls, int stage) {
 template <int COUNT>
 DEV void gather_held(Context& c, Stream& f, const u32* base, int step, u32 (&v)[COUNT][HELD], int stage) {
   u32 polls = 0;
-  if (COUNT > 1) watch(c, f, base + (COUNT - 1) * step, polls, stage);
+  pause(c, stage, [&] { pump(c, f); });
+  if (COUNT > 1 && !whole(stage)) watch(c, f, base + (COUNT - 1) * step, polls, stage);
   while (true) {
     u32 top = 0;
 #pragma unroll
@@ -106,7 +107,7 @@ DEV void gather_held(Context& c, Stream& f, const u32* base, int step, u32 (&v)[
           v[j][i] = x.x; v[j][i + 1] = x.y; v[j][i + 2] = x.z; v[j][i + 3] = x.w;
         }
       }
-    if (COUNT == 1) pump(c, f);
+    if (COUNT == 1 || whole(stage)) pump(c, f);
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
 #pragma unroll
@@ -142,7 +143,8 @@ DEV void combine_folded(Context& c, Stream& f) {
   const u32* part = c.now + W_PART + head * SPLITS * GROUP_DIM + c.thread;
   const u32* at = c.now + W_LSE + (head * SPLITS + split) * GROUP + h;
   u32 v[SPLITS], word, polls = 0;
-  watch(c, f, at, polls, 3);
+  pause(c, 3, [&] { pump(c, f); });
+  if (!whole(3)) watch(c, f, at, polls, 3);
   while (true) {
     u32 top = word = load_exchange_word(at);
 #pragma unroll
@@ -150,6 +152,7 @@ DEV void combine_folded(Context& c, Stream& f) {
 #pragma unroll
     for (int s = 0; s < SPLITS; s++) top = max(top, v[s]);
     if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, 3)) break;
+    if (whole(3)) pump(c, f);
   }
   float total, x[SPLITS];
   const float weight = split_weight(__uint_as_float(word), total);

@@ -26,9 +26,7 @@ struct Control {
   u32 joined;                          // bit r: warps are joined after row r
   int own[ROWS], own_slot[ROWS];  // the row's own token and its cache slot
   int token[ROWS];                    // its id
-#if ROW_WARPS
   bool by_rows, shared_requests;      // each row has a warp; some are of one request
-#endif
   const int* pages[ROWS];
   const u8* pools[LAYERS][2];          // K and V
   float rotary[ROWS][HEAD_DIM];    // cosine, sine
@@ -68,6 +66,7 @@ struct Context {
   u32 phase;
   int part_parity, square_parity;
   bool failed;
+  bool busy;  // units of the next layer are on their way when attention ends
 };
 
 // Notes the time at which this block passed a point of a layer.
@@ -118,6 +117,18 @@ DEV u32 greatest(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
 
 DEV u32 least(uint4 v) { return min(min(v.x, v.y), min(v.z, v.w)); }
 DEV void nothing() {}
+// Before a stage's inputs are polled for the first time. Polls of what cannot be there yet hold up what is published, most of all
+// while units of the next layer come: an answer then takes as long as those, and the one that tells comes that much later.
+template <class Idle>
+DEV void pause(Context& c, int stage, Idle idle) {
+  const int quiet = (int)(QUIET >> 8 * stage & 255) * 100, busy = (int)(BUSY >> 8 * stage & 255) * 100;
+  if (quiet == 0 && busy == 0) return;
+  const int cycles = c.busy ? busy : quiet;
+  const long long start = clock_now();
+  while (__any_sync(~0u, clock_now() - start < cycles)) idle();  // lanes may read the clock apart
+}
+// Whether all of a stage's inputs are polled from the start, without one vector of them first.
+DEV constexpr bool whole(int stage) { return WHOLE >> stage & 1; }
 // Waits for the words that lanes below COUNT name.
 template <int COUNT, class Idle>
 DEV void watch_each(Context& c, const u32* at, int stage, Idle idle) {
@@ -139,7 +150,7 @@ DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool
   // Polling all of several rows crowds the L2, and what is published queues behind the polls: one vector of the last row tells
   // that the data is about to be there.
   const bool last = c.g == c.rows - 1;
-  bool waiting = WATCH;
+  bool waiting = WATCH && !whole(stage);
   while (waiting && __any_sync(~0u, last && greatest(load_exchange(extra_at)) == EMPTY)) {
     idle();
     waiting = __all_sync(~0u, may_wait(c, polls, stage));
@@ -153,6 +164,7 @@ DEV void gather(Context& c, const u32* base, int step, const u32* extra_at, bool
     for (int i = 0; i < N; i++) top = max(top, greatest(v[i]));
     if (!__any_sync(~0u, top == EMPTY)) break;
     if (!__all_sync(~0u, may_wait(c, polls, stage))) break;
+    if (whole(stage)) idle();
   }
 }
 DEV void publish(Context& c, int row, int word, u32 value) {
@@ -253,6 +265,7 @@ template <int K, int CHUNK, class Idle>
 DEV void load_pairs(Context& c, int word, int chunk, uint4 (&a)[CHUNK], int stage, Idle idle) {
   const u32* x = c.now + copy_of(c, c.g) * ROW_WORDS + word + ((c.warp * K + chunk * CHUNK) * 32 + c.q * 8) / 2;
   uint4 last;
+  if (chunk == 0) pause(c, stage, idle);
   if constexpr (WATCH_EACH) {
     // The last word of every block whose outputs these are, in the row that it publishes last: when these are there, so is
     // everything else, as a rule, and is loaded once.
@@ -274,6 +287,7 @@ DEV void load_normed(Context& c, const u32* words, int word, int square_word, ui
   uint4 s;
   constexpr int LANES = BLOCKS / WARPS / 4;  // lanes that share a row's sums of squares: 4, or 1 of a small grid
   static_assert(LANES == 4 || LANES == 1, "");
+  pause(c, stage, idle);
   gather<K_HIDDEN>(c, x, 16, row + square_word + c.warp * (BLOCKS / WARPS) + c.q % LANES * 4, c.g < c.rows, a, s, stage,
                    idle);
   const float sum = (__uint_as_float(s.x) + __uint_as_float(s.y)) + (__uint_as_float(s.z) + __uint_as_float(s.w));

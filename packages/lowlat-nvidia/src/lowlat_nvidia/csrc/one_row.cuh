@@ -8,16 +8,21 @@
 // ---- inputs
 
 // Loads N published vectors and one more from `extra_at`; lanes beyond the first four get zeros. Until anything is
-// there only the last vector is polled, so that polls do not crowd the L2; then all of it.
+// there only the last vector is polled, so that polls do not crowd the L2; then all of it. What a stage loads `later`
+// is there as a rule.
 template <int N>
-DEV void gather_one(Context& c, Stream& f, const u32* base, const u32* extra_at, uint4 (&v)[N], uint4& extra, int stage) {
+DEV void gather_one(Context& c, Stream& f, const u32* base, const u32* extra_at, uint4 (&v)[N], uint4& extra, int stage,
+                    bool later = false) {
   u32 polls = 0;
   const bool active = c.lane < 4;
   const uint4 none = make_uint4(0, 0, 0, 0);
-  do {
-    extra = active ? load_exchange(extra_at) : none;
-    pump(c, f);
-  } while (!__any_sync(~0u, active && least(extra) != EMPTY) && !give_up(c, polls, stage));
+  if (!later) pause(c, stage, [&] { pump(c, f); });
+  if (!later && !whole(stage)) {
+    do {
+      extra = active ? load_exchange(extra_at) : none;
+      pump(c, f);
+    } while (!__any_sync(~0u, active && least(extra) != EMPTY) && !give_up(c, polls, stage));
+  }
   while (true) {
     extra = active ? load_exchange(extra_at) : none;
 #pragma unroll
@@ -26,6 +31,7 @@ DEV void gather_one(Context& c, Stream& f, const u32* base, const u32* extra_at,
 #pragma unroll
     for (int i = 0; i < N; i++) top = max(top, greatest(v[i]));
     if (!__any_sync(~0u, top == EMPTY) || give_up(c, polls, stage)) break;
+    pump(c, f);
   }
 }
 DEV const u32* words_read(Context& c, const u32* words) { return words + (c.block & (COPIES - 1)) * ROW_WORDS; }
@@ -33,7 +39,7 @@ template <int K, int CHUNK>
 DEV void load_pairs_one(Context& c, Stream& f, int word, int chunk, uint4 (&a)[CHUNK], int stage) {
   const u32* x = words_read(c, c.now) + word + ((c.warp * K + chunk * CHUNK) * 32 + c.q * 8) / 2;
   uint4 last;
-  gather_one<CHUNK>(c, f, x, x + (CHUNK - 1) * 16, a, last, stage);
+  gather_one<CHUNK>(c, f, x, x + (CHUNK - 1) * 16, a, last, stage, chunk > 0);
 }
 DEV void load_normed_one(Context& c, Stream& f, const u32* words, int word, int square_word, uint4 (&a)[K_HIDDEN],
                          int stage) {
@@ -123,6 +129,7 @@ DEV void prepare_heads_one(Context& c, Stream& f, const HeadNorms& norms, int he
   const bool write = k.own[0] >= k.begin[0] && k.own[0] < k.end[0];
   const u32* words = c.now + W_QKV + head * HEAD_ROWS + c.lane;
   u32 polls = 0;
+  pause(c, 2, [&] { pump(c, f); });
   if (c.warp >= GROUP + (write ? 2 : 0)) {  // nothing to do but to ask for pages
     if (PUMPS)
       while (__all_sync(~0u, load_exchange_word(words) == EMPTY) && !give_up(c, polls, 2)) pump(c, f);
@@ -200,6 +207,7 @@ DEV void combine_one(Context& c, Stream& f) {
   const u32 *pv = c.now + W_PART + at * GROUP_DIM + d, *pl = c.now + W_LSE + at * GROUP + d / HEAD_DIM;
   uint4 v;
   u32 word, polls = 0;
+  pause(c, 3, [&] { pump(c, f); });
   while (true) {
     v = load_exchange(pv);
     word = load_exchange_word(pl);

@@ -68,6 +68,7 @@ template <class Idle>
 DEV void prepare_row(Context& c, const HeadNorms& norms, bool fresh, int head, u8* k_pool, u8* v_pool, Idle idle) {
   const u32* words = c.now + c.warp * ROW_WORDS + W_QKV + head * HEAD_ROWS + c.lane;
   u32 coming[GROUP + 2][EACH], polls = 0;
+  pause(c, 2, idle);
   while (true) {
     u32 top = 0;
 #pragma unroll

@@ -30,9 +30,9 @@ DEV void count_units(Control& k, int rows) {
     parts += sums;
   }
   k.joined |= 1u << (rows - 1);
-#if ROW_WARPS
   k.by_rows = BY_ROWS && rows > 2;  // two have more warps by turns
   k.shared_requests = false;
+#if ROW_WARPS
 #pragma unroll 1
   for (int row = 0; row < rows; row++) {
     k.by_rows = k.by_rows && k.first_unit[row + 1] - k.first_unit[row] <= ROW_UNITS;

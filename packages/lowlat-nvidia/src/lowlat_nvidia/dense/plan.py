@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowlat_nvidia.dense import waits
+from lowlat_nvidia.dense.waits import Waits
+
 BLOCKS = 128  # resident blocks: eight KV heads times sixteen splits; every stage divides evenly over them
 WARPS = 8
 MAX_ROWS = 8
@@ -159,8 +162,10 @@ class DensePlan:
     Of several rows, with `watch_each` a word of every block is waited for before attention's output and activations are
     loaded. With `row_warps` each of three to eight rows of short contexts has a warp of its own in attention; with 2 it
     has a unit in registers before q, k and v are computed. Short contexts have at most `row_units` units a split: as
-    many as there is room for sums (1,024 tokens with 16 splits, 512 where a KV head has 512 query elements), or up to
-    twice that, where a row's first sums wait in registers.
+    many as there is room for sums (1,024 tokens with 16 splits, 512 where a KV head has 512 query elements), or, as
+    measured, up to twice that, where a row's first sums wait in registers.
+
+    `waits` says how stages wait for other blocks (`dense.waits`).
     """
 
     shape: DenseShape
@@ -177,6 +182,7 @@ class DensePlan:
     watch_each: bool | None = None
     row_warps: int | None = None
     row_units: int | None = None
+    waits: Waits | None = None
     plain_copies: bool = False
     alone: bool = False
 
@@ -291,11 +297,8 @@ class DensePlan:
         return fits and (self._narrow if self.fold is None else self.fold)
 
     def _under_way(self) -> int:
-        """As measured: what fills 96 KB of a block, and 64 KB where one row has little to stream, or heads of a wide
-        model are of 64.
-        """
-        less = self._wide_of_64 or (self.one_row and self._narrow)
-        usual = (64 if less else 96) * 1024 // (WARPS * self.page_bytes)
+        """As measured: what fills 96 KB of a block, and 64 KB of one row and where heads of a wide model are of 64."""
+        usual = (64 if self.one_row or self._wide_of_64 else 96) * 1024 // (WARPS * self.page_bytes)
         return min(self.under_way or usual, self.ring_pages)
 
     def _ahead(self) -> int:
@@ -319,24 +322,31 @@ class DensePlan:
         return not self.one_row and (self._wide_of_64 if self.watch_each is None else self.watch_each)
 
     def _row_warps(self) -> int:
-        """As measured: 1 with heads of 64, 2 with heads of 128 where a model is narrow. Wide models with heads of 128
-        have room for the sums of too few units.
-        """
-        usual = 1 if self.shape.head_dim == 64 else 2 if self._narrow else 0
+        """As measured: 2 with heads of 128 where a model is narrow, else 1."""
+        usual = 2 if self._narrow and self.shape.head_dim == 128 else 1
         return 0 if self.one_row else usual if self.row_warps is None else self.row_warps
 
     def _row_units(self) -> int:
-        """As many as there is room for sums, none where no row has a warp; twice as many are not measured."""
-        room = self._row_room()
-        return room if self.row_units is None or self.one_row else self.row_units
+        """As measured: twice as many as there is room for sums. None where no row has a warp."""
+        return self.row_units if self.row_units is not None and not self.one_row else 2 * self._row_room()
 
     def _row_room(self) -> int:
         """Units of each row for whose sums there is room where rows have warps of their own."""
         return 2 * SEVERAL_SUMS // (self.shape.qdim // self.shape.kv_heads) // WARPS if self._row_warps() else 0
 
+    def _waits(self) -> Waits:
+        if self.waits is not None:
+            return self.waits
+        return waits.measured(one_row=self.one_row, narrow=self._narrow, wide_of_64=self._wide_of_64)
+
+    @property
+    def _paused_rows(self) -> int:
+        """Rows of a step that is busy (`Waits`) at most. As measured: two of wide models with heads of 128."""
+        return MAX_ROWS if self._narrow or self._wide_of_64 else 2
+
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
-        s = self.shape
+        s, how = self.shape, self._waits()
         if self.ring_pages < 2:
             raise UnsupportedShapeError(
                 f"{self.fixed_bytes()} of {SHARED_LIMIT} bytes of shared memory leave no room for the ring"
@@ -378,6 +388,10 @@ class DensePlan:
             "ROW_WARPS": self._row_warps(),
             "ROW_UNITS": self._row_units(),
             "PLAIN_COPIES": int(self.plain_copies),
+            "QUIET": waits.packed(how.quiet),
+            "BUSY": waits.packed(how.busy),
+            "WHOLE": sum(1 << stage for stage in how.whole),
+            "PAUSED_ROWS": self._paused_rows,
             "ALONE": int(self.alone),
             "BLOCKS": BLOCKS,
             "SHARED_BYTES": self.shared_bytes(),

@@ -24,6 +24,7 @@ STAGES = (
     "any product: a page of weights", "attention: cached keys and values", "copies of cached keys and values: room",
 )  # fmt: skip
 """Names of the numbers in the error word: what waited."""
+
 DEFAULT_SPIN_LIMIT = 4_000_000  # fruitless polls of one wait: seconds, where a step takes milliseconds
 
 
@@ -206,7 +207,7 @@ class DenseStep:
             raise ValueError("a step that can run stages alone is run by dense.alone")
         parameters = self.parameters(step)
         function = self.function(parameters.rows)
-        function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream)
+        function.launch(BLOCKS, THREADS, parameters, stream or torch.cuda.current_stream().cuda_stream, early=True)
         return self.logits_RV[: len(step.tokens_R)] if step.logits_RV is None else step.logits_RV
 
     def error(self) -> StepDeadlineError | None:

@@ -1,0 +1,48 @@
+"""How the dense step's stages wait for what other blocks publish.
+
+Blocks poll each other's words. A poll takes a few hundred cycles, and much longer while the memory sends units of the
+cache to the same block; polls of what cannot be there yet also hold up what is published. So a stage lets some time go
+by before it looks for the first time. How much, and what it looks at then, was measured (docs/kernels/dense.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+QKV, HEADS, SPLITS, OUTPUT, GATE_UP, DOWN = 0, 2, 3, 4, 5, 6
+"""Stages that wait for other blocks, by the numbers that the kernel gives them (`step.STAGES`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Of a kernel. Pauses are in hundreds of cycles, by stage, from when it begins to wait.
+
+    `busy` counts where units of the next layer are on their way when attention ends, `quiet` elsewhere. Stages in
+    `whole` then poll all that they need, others one vector of it until that is there.
+    """
+
+    quiet: Mapping[int, int] = field(default_factory=dict)
+    busy: Mapping[int, int] = field(default_factory=dict)
+    whole: tuple[int, ...] = ()
+
+
+def packed(pauses: Mapping[int, int]) -> int:
+    """A byte for each stage. Raises ValueError for a pause that is none."""
+    if not all(0 <= stage < 8 and 0 <= pause < 256 for stage, pause in pauses.items()):
+        raise ValueError(f"pauses are {dict(pauses)}; of stages 0 to 7, 0 to 255 hundred cycles")
+    return sum(pause << 8 * stage for stage, pause in pauses.items())
+
+
+def measured(*, one_row: bool, narrow: bool, wide_of_64: bool) -> Waits:
+    """For steps of one row or of several: of narrow models, wide ones with heads of 64, and others."""
+    if narrow and one_row:
+        return Waits({HEADS: 3, SPLITS: 7}, {HEADS: 7, SPLITS: 15}, (SPLITS, GATE_UP))
+    if narrow:
+        return Waits({}, {QKV: 4, SPLITS: 10}, (QKV, GATE_UP))
+    if one_row:
+        pauses = {QKV: 12, SPLITS: 10, GATE_UP: 4, DOWN: 8}
+        return Waits(pauses, pauses, (QKV, GATE_UP, DOWN))
+    if wide_of_64:
+        return Waits({QKV: 7, GATE_UP: 4}, {QKV: 7, SPLITS: 15, GATE_UP: 4}, (GATE_UP,))
+    return Waits({}, {QKV: 7, SPLITS: 10})
