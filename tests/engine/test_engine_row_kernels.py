@@ -153,3 +153,25 @@ def test_what_is_tried_is_a_step(runner, width):
         assert written.isfinite().all()
         changed = (before != pool).flatten(1).any(1) & before.isfinite().flatten(1).all(1)
         assert int(changed.sum()) == result.shape[1], "another row than the new ones was written"
+
+
+def test_attention_is_timed_between_its_products(runner, monkeypatch):
+    """As in a step: programs that start while a product still runs have what it leaves of the processors."""
+    calls = []
+
+    def product(ops, x_RI, linear, *rest):
+        calls.append(linear)
+        return plain_product(ops, x_RI, linear, *rest)
+
+    def attention(*given):
+        calls.append("attention")
+        return plain_attention(*given)
+
+    plain_product, plain_attention = ReferenceOps.product, ReferenceOps.rope_attend
+    monkeypatch.setattr(ReferenceOps, "product", product)
+    monkeypatch.setattr(ReferenceOps, "rope_attend", attention)
+    chain = row_kernels.attention_chains(runner.model, runner.kv, 1, 1)[0][0]
+    result = chain.run()
+    layers = runner.model.decoder.layers
+    assert calls == [call for layer in layers for call in (layer.qkv, "attention", layer.output)]
+    assert torch.equal(chain.run(), result), "what is compared depends on the products"

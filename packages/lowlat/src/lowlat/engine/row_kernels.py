@@ -227,7 +227,8 @@ class _Batch:
 
     def chain(self, model: DeviceDecoder, kv: KVPool) -> Chain | None:
         """Each layer's attention over its own part of the pool and from the same rows, of as many layers as are enough
-        to time. None where no layer has so many pages."""
+        to time, between the products that stand before and behind it: programs that start while those still run may
+        crowd on some processors, so that what wins alone may lose in a step. None where no layer has so many pages."""
         layers = [
             (layer, keys, values)
             for index, (layer, keys, values) in enumerate(zip(model.decoder.layers, kv.keys, kv.values, strict=True))
@@ -241,12 +242,18 @@ class _Batch:
         heads = 2 * layer.rotated_heads - layer.query_heads
         device, dtype = model.decoder.embedding_VH.device, model.decoder.embedding_VH.dtype
         qkv_RYD = torch.randn(len(places_R), heads, layer.head_dim, device=device).to(dtype)
+        stream_RH = torch.randn(len(places_R), model.decoder.embedding_VH.shape[1], device=device).to(dtype)
         pools = [pool for _, *both in layers for pool in both]
         for pool in pools:
             pool[:slots].normal_()
 
         def run() -> torch.Tensor:
-            return torch.stack([model.mixed(layer, qkv_RYD, keys, values, self.step) for layer, keys, values in layers])
+            found = []
+            for layer, keys, values in layers:
+                model.ops.add_norm_product(None, stream_RH, layer.input_norm_H, layer.eps, layer.qkv)
+                found.append(model.mixed(layer, qkv_RYD, keys, values, self.step))
+                model.ops.product(found[-1], layer.output)
+            return torch.stack(found)
 
         def written() -> torch.Tensor:
             found = torch.stack([pool[places_R] for pool in pools])
