@@ -41,7 +41,7 @@ def main() -> None:
     launch: Any = jit.JITFunction.run
     jit.JITFunction.run = lambda *args, grid, warmup, **rest: launch(*args, grid=grid, warmup=True, **rest)
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
-    # Loops without masks, and kernels with few registers, are for heads of more than 64.
+    # Kernels with few registers are for heads of more than 64.
     save_random(folder, "Qwen3", head_dim=16 if by_rows == 1 else 128)
     ops, size = TritonOps(4, early_start=True), EngineSize(max_batch=4)
     ops.one_row_attention = by_rows

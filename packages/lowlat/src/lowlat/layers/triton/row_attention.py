@@ -268,9 +268,9 @@ class RowShape(msgspec.Struct, frozen=True):
         small = most_rows == 1 and element_bytes == 2 and masked.block_m == 16 and lanes == 32
         if not small or window or page_size & (page_size - 1) or shape.block_l % page_size:
             return shape
-        # What was fastest on an H200. With heads of 64 the launches alone were faster so too, but the 1B shape's step
-        # behind 100,000 tokens was slower: a processor has room for five programs, which may crowd where others work.
-        return shape if dim <= 64 else msgspec.structs.replace(shape, lean=True, stages=3)
+        # Three were fastest on an H200 with heads of 128, of which two programs have room on a processor. With heads of
+        # 64 five would have, which crowd on those processors where the product before has ended: stages fill the memory.
+        return msgspec.structs.replace(shape, lean=True, stages=6 if dim <= 64 else 3)
 
 
 def row_attend(
