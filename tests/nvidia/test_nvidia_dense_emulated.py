@@ -246,6 +246,31 @@ def test_rows_with_more_units_than_there_is_room_for_sums(
         assert torch.equal(built.run(one_row(inputs, row), 1)[0], together), row
 
 
+@pytest.mark.parametrize(
+    ("quiet", "busy"), [({2: 1}, {2: 1, 3: 2}), ({5: 1}, {0: 1, 3: 255}), ({0: 4, 2: 3, 3: 7}, {6: 2})]
+)
+def test_only_the_stages_that_should_pause_do(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quiet: dict[int, int], busy: dict[int, int]
+) -> None:
+    """Pauses of the first stages fit 32 bits, and those of later ones do not. A mark says which stages of a layer
+    paused, in all blocks alike."""
+    start = "const long long start = clock_now();\n  while (__any_sync(~0u, clock_now() - start < cycles)) idle();"
+    mark = {"gemv.cuh": (start, f"if (cycles) stamp(c, 0, 16 + stage);\n  {start}")}
+    how = Waits(quiet, busy)
+    built, _ = build(monkeypatch, tmp_path, "heads of 64", changes=mark, fold=False, stamps=32, waits=how)
+    for positions, expected in (
+        ([[1023]], quiet), ([[4090]], busy), ([[70, 71]], busy), ([[70, 71], [5]], quiet), ([[3000, 3001], [5]], busy),
+    ):  # fmt: skip
+        inputs, pools = make_case(built.plan.shape, positions, 16, 5, "cpu")
+        built.bind(pools, 16)
+        built.stamps.zero_()
+        built.run(inputs, 1)
+        built.check()
+        paused = built.stamps[:, 0, 16:24] != 0
+        assert bool((paused == paused[0]).all())
+        assert paused[0].nonzero().flatten().tolist() == sorted(expected), positions
+
+
 FORMS_OF_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "not folded": ("two layers", {"fold": False}),
     "no pauses": ("two layers", {"waits": Waits()}),

@@ -121,7 +121,7 @@ DEV void nothing() {}
 // while units of the next layer come: an answer then takes as long as those, and the one that tells comes that much later.
 template <class Idle>
 DEV void pause(Context& c, int stage, Idle idle) {
-  const int quiet = (int)(QUIET >> 8 * stage & 255) * 100, busy = (int)(BUSY >> 8 * stage & 255) * 100;
+  const int quiet = (int)((u64)QUIET >> 8 * stage & 255) * 100, busy = (int)((u64)BUSY >> 8 * stage & 255) * 100;
   if (quiet == 0 && busy == 0) return;
   const int cycles = c.busy ? busy : quiet;
   const long long start = clock_now();
