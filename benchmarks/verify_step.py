@@ -4,7 +4,8 @@
 
 takes about a minute on an H200. SmolLM2 and the draft that comes with it, one user, greedy, one guess counted as right
 in every step; `plain` has no draft. Forms of both: what the start chose (it times both ways, see the log), `older`
-attention (rotation and write, splits, combine: three launches), `rows` (two, which ask for the cache before they wait).
+attention (rotation and write, splits, combine: three launches), `rows` (two, which ask for the cache before they wait),
+`rows-small` (the same, of one row in programs that take so little memory that many have room on a processor).
 The last lines name the winners, and how many plain steps the chosen form takes: guesses are worth it where a step
 brings more tokens.
 
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from variants import fields, verdict
 
 from lowlat.bench.arms.base import StepCase
@@ -30,17 +32,25 @@ from lowlat.bench.presets import PRESETS, any_shape
 from lowlat.bench.results import Simulated, check_folder, new_result, row_from_interval, row_from_samples, save
 from lowlat.bench.stats import alternate
 from lowlat.engine import row_kernels
+from lowlat.layers.triton.row_attention import RowShape
 from lowlat.layers.triton_ops import EVERY
 
-FORMS: dict[str, bool | None] = {"": None, " older": False, " rows": True}
-"""Whether attention of few rows has kernels of its own; None: as the start finds."""
+FORMS: dict[str, tuple[bool | None, int]] = {
+    "": (None, 0), " older": (False, 0), " rows": (True, 0), " rows-small": (True, 3),
+}  # fmt: skip
+"""Whether attention of few rows has kernels of its own (None: as the start finds), and stages of one row's where it has
+no masks (0: the default)."""
 
 
 @contextmanager
-def forced(by_rows: bool | None) -> Iterator[None]:
+def forced(by_rows: bool | None, stages: int) -> Iterator[None]:
     """Inside, engines start with this attention of one row and of several."""
     module: Any = row_kernels
-    choose = module.choose_row_kernels
+    choose, of = module.choose_row_kernels, RowShape.of
+
+    def shaped(*given: Any, **named: Any) -> RowShape:
+        shape = of(*given, **named)
+        return msgspec.structs.replace(shape, stages=stages) if stages and shape.lean else shape
 
     def chosen(model: Any, ops: Any, *rest: Any) -> dict[str, str]:
         found: dict[str, str] = choose(model, ops, *rest)
@@ -48,11 +58,11 @@ def forced(by_rows: bool | None) -> Iterator[None]:
             ops.row_attention = ops.one_row_attention = EVERY if by_rows else 0
         return found
 
-    module.choose_row_kernels = chosen
+    module.choose_row_kernels, RowShape.of = chosen, shaped  # type: ignore[assignment]
     try:
         yield
     finally:
-        module.choose_row_kernels = choose
+        module.choose_row_kernels, RowShape.of = choose, of  # type: ignore[method-assign]
 
 
 def main() -> Path:
@@ -74,9 +84,11 @@ def main() -> Path:
         common["model"] = got.model
     engines = {}
     for arm in ("plain",) if got.spec == "off" else ("plain", "general"):
-        for form, by_rows in FORMS.items():
+        for form, (by_rows, stages) in FORMS.items():
+            if stages and arm != "plain":
+                continue
             case = StepCase(**common) if arm == "plain" else StepCase(**common, spec=got.spec, draft=got.draft)
-            with forced(by_rows):
+            with forced(by_rows, stages):
                 engines[arm + form] = GeneralArm(case)
     measured = alternate({name: engine.measure for name, engine in engines.items()}, got.rounds)
     for name, error in measured.errors.items():

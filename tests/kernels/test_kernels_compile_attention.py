@@ -190,8 +190,8 @@ def test_attention_of_new_rows_fits(dtype, heads, kv_heads, dim, rows, norm, win
 @pytest.mark.parametrize(("dim", "norm", "programs"), [(128, False, 3), (128, True, 2), (64, False, 2), (64, True, 2)])
 @pytest.mark.parametrize("group", [2, 4, 8])
 def test_loops_without_masks_fit(group, dim, norm, programs, tmp_path):
-    """A turn has one wait and one set of barriers, and as many programs have room on a processor; with heads of 64, whose
-    programs are small, no more than two."""
+    """A turn has one wait and one set of barriers, and as many programs have room on a processor; of those with heads
+    of 64, which are small, no more than two."""
     shape, kernel = row_shape(group, dim, 2), row_attention.row_attend_kernel
     assert shape.lean
     types, common, more = new_rows_arguments("bf16", group, dim, 1, shape.block_l, NORM=norm, LEAN=True)

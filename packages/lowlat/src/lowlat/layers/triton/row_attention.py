@@ -268,8 +268,8 @@ class RowShape(msgspec.Struct, frozen=True):
         small = most_rows == 1 and element_bytes == 2 and masked.block_m == 16 and lanes == 32
         if not small or window or page_size & (page_size - 1) or shape.block_l % page_size:
             return shape
-        # Three were fastest on an H200 with heads of 128, of which two programs have room on a processor. With heads of
-        # 64 five would have, which crowd on those processors where the product before has ended: stages fill the memory.
+        # Three were fastest on an H200 with heads of 128, of which two programs have room on a processor. Of those with
+        # heads of 64 five would have, and crowd where the product before has ended: more stages fill the memory.
         return msgspec.structs.replace(shape, lean=True, stages=6 if dim <= 64 else 3)
 
 
