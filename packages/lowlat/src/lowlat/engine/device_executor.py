@@ -44,10 +44,10 @@ class DeviceExecutor:
 
     def close(self) -> None:
         """Let the steps in flight end."""
-        self._pending.clear()
         if self._failure is not None:
             self._runner.host.communicator.stop()  # else they may wait for a lost rank
         if self._runner.device.type == "cuda":
             torch.cuda.synchronize(self._runner.device)
+        self._pending.clear()  # not before: kernels write their memory (decision 0715)
         if self._runner.host.communicator.shard.size > 1:
             self._runner.bodies.close()
