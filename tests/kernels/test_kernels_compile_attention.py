@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: pip inst
 
 from compile_kit import CUOBJDUMP, SHARED, TARGETS, compiled, resources  # noqa: E402
 
+from lowlat.layers.attention import AttentionRule  # noqa: E402
 from lowlat.layers.device_step import RowSegments  # noqa: E402
 from lowlat.layers.triton import attention, row_attention  # noqa: E402
 
@@ -112,6 +113,24 @@ def test_limits_of_registers(changed, limit):
     shape = attention.AttentionShape.of(group, rows, dim, size, segments=segments, lanes=lanes)
     found = attention.register_limit(some_segments(segments, rows), shape, dim, size, plain=plain, lanes=lanes)
     assert found == limit
+
+
+@pytest.mark.parametrize(("hip", "limit"), [(None, {128}), ("7.0", {None})])
+def test_a_compiler_without_limits_is_asked_for_none(monkeypatch, hip, limit):
+    """It would refuse the option."""
+    found = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: found.append(options.get("maxnreg"))
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(attention, "attend_kernel", Kernel())
+    q_RND, keys_SKD = (torch.zeros(3, heads, 128, dtype=torch.bfloat16) for heads in (8, 2))
+    table_TP = torch.zeros(3, 1, dtype=torch.int32)
+    given = (q_RND, keys_SKD, keys_SKD, table_TP, 16, some_segments(3), AttentionRule(), q_RND)
+    attention.attend(*given, programs=2)
+    assert set(found) == limit
 
 
 def some_segments(count: int, rows: int = 1) -> RowSegments:

@@ -385,7 +385,8 @@ def attend(
     draft = block_base >= 0
     if registers is None:
         plain = not draft and not rule.window and segments.items is None
-        registers = register_limit(segments, shape, dim, size, plain=plain)
+        lanes = 64 if torch.version.hip else 32
+        registers = register_limit(segments, shape, dim, size, plain=plain, lanes=lanes)
     few = segments.most_rows == 1 or segments.tight
     single = few and segments.most_rows <= shape.block_q
     # Splits of many rows write and read more than those of one, so they fill the device half as full.
