@@ -41,7 +41,7 @@ DEV void count_units(Control& k, int rows) {
   if (LONG_ROWS) k.by_rows = k.by_rows && even_rows(k, rows);
 #endif
 }
-// What a step of one row knows without looking anything up, asked for before the ring's first pages.
+// What a step of one row knows without looking anything up, asked for at once, behind the ring's first pages.
 struct OneRow { long long token, position, slot; };
 DEV OneRow ask_row(const Params& p) {
   if constexpr (ONE) return {p.tokens[0], p.positions[0], p.write_slots ? p.write_slots[0] : 0};

@@ -18,8 +18,9 @@ QKV, HEADS, SPLITS, OUTPUT, GATE_UP, DOWN = 0, 2, 3, 4, 5, 6
 class Waits:
     """Of a kernel. Pauses are in hundreds of cycles, by stage, from when it begins to wait.
 
-    `busy` counts where units of the next layer are on their way when attention ends, `quiet` elsewhere. Stages in
-    `whole` then poll all that they need, others one vector of it until that is there.
+    `busy` counts where units of the next layer are on their way when attention ends: behind many tokens with one row,
+    and with several where no row has a warp to itself and there are not too many (`PAUSED_ROWS`). `quiet` counts
+    elsewhere. Stages in `whole` then poll all that they need, others one vector of it until that is there.
     """
 
     quiet: Mapping[int, int] = field(default_factory=dict)
