@@ -154,6 +154,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "a buffer for each layer": ("four layers", {"slots": 4}),
     "rows take turns in attention": ("two layers", {"row_warps": 0}),
     "units in registers later": ("two layers", {"row_warps": 1}),
+    "no sums in registers": ("two layers", {"row_units": 4}),
     "and earlier, heads of 64": ("heads of 64", {"row_warps": 2}),
     "as wide models have it": ("four layers", {"wide": True}),
     "as wide models have it, heads of 64": ("four layers, heads of 64", {"wide": True}),

@@ -92,12 +92,12 @@ def test_a_row_has_the_same_bits_at_every_width(built: tuple) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rows_with_more_units_than_there_is_room_for_sums(built: tuple, page_size: int) -> None:
-    """With a warp each they have the bits that they have in turns: five to eight units a split beside fewer, and half
-    of that where a KV head has 512 query elements; two rows of a request."""
+    """With a warp each, the default, they have the bits that they have in turns: five to eight units a split beside
+    fewer, and half of that where a KV head has 512 query elements; two rows of a request."""
     step, weights = built
     wide = step.plan.shape.qdim // step.plan.shape.kv_heads == 512
-    options = {"row_warps": 1, "row_units": 4} if wide else {"row_units": 8}
-    other = DenseStep(dataclasses.replace(step.plan, **options), weights, step.rotary)
+    assert step.plan.kernel(8).definitions()["ROW_UNITS"] == (4 if wide else 8)
+    in_turns = DenseStep(dataclasses.replace(step.plan, row_warps=0), weights, step.rotary)
     for longest in (
         [[2047], [1300], [1100], [0], [1791], [1279], [1535], [700]],
         [[1800, 1801], [2040], [1290], [1536], [0]],
@@ -106,15 +106,15 @@ def test_rows_with_more_units_than_there_is_room_for_sums(built: tuple, page_siz
         positions = [[rows[0] // (1 + wide) + place for place in range(len(rows))] for rows in longest]
         inputs, pools = make_case(step.plan.shape, positions, page_size, 13)
         own, turns = copy_pools(pools), copy_pools(pools)
-        expected = run(step, inputs, turns, page_size)
+        expected = run(in_turns, inputs, turns, page_size)
         for _ in range(20):
-            assert torch.equal(run(other, inputs, own, page_size), expected)
+            assert torch.equal(run(step, inputs, own, page_size), expected)
         assert all(
             torch.equal(a, b)
             for mine, theirs in zip(own, turns, strict=True)
             for a, b in zip(mine, theirs, strict=True)
         )
-    other.close()
+    in_turns.close()
 
 
 def test_verifying_equals_decoding_one_by_one(built: tuple) -> None:

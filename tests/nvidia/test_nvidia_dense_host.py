@@ -78,13 +78,30 @@ def test_pauses_are_a_byte_a_stage() -> None:
             waits.packed(pauses)
 
 
-def test_every_kernel_pauses_as_measured_and_none_without() -> None:
-    for name in plans.PRESETS:
-        for rows in (1, 8):
-            kernel = plans.DensePlan(plans.PRESETS[name]).kernel(rows)
-            assert kernel.definitions()["BUSY"]
-            none = dataclasses.replace(kernel, waits=waits.Waits()).definitions()
-            assert (none["QUIET"], none["BUSY"], none["WHOLE"]) == (0, 0, 0)
+@pytest.mark.parametrize(
+    ("name", "rows", "quiet", "busy", "whole", "paused_rows"),
+    [
+        ("llama-1b", 1, {0: 12, 3: 10, 5: 4, 6: 8}, {0: 12, 3: 10, 5: 4, 6: 8}, {0, 5, 6}, 8),
+        ("llama-1b", 8, {0: 7, 5: 4}, {0: 7, 3: 15, 5: 4}, {5}, 8),
+        ("qwen3-0.6b", 1, {2: 3, 3: 7}, {2: 7, 3: 15}, {3, 5}, 8),
+        ("qwen3-0.6b", 8, {}, {0: 4, 3: 10}, {0, 5}, 8),
+        ("qwen3-8b", 1, {0: 12, 3: 10, 5: 4, 6: 8}, {0: 12, 3: 10, 5: 4, 6: 8}, {0, 5, 6}, 2),
+        ("qwen3-8b", 8, {}, {0: 7, 3: 10}, set(), 2),
+    ],
+)
+def test_every_kernel_pauses_as_measured_and_none_without(
+    name: str, rows: int, quiet: dict[int, int], busy: dict[int, int], whole: set[int], paused_rows: int
+) -> None:
+    def pauses(packed: int) -> dict[int, int]:
+        return {stage: pause for stage, pause in enumerate(packed.to_bytes(8, "little")) if pause}
+
+    kernel = plans.DensePlan(plans.PRESETS[name]).kernel(rows)
+    found = kernel.definitions()
+    assert (pauses(found["QUIET"]), pauses(found["BUSY"])) == (quiet, busy)
+    assert {stage for stage in range(8) if found["WHOLE"] >> stage & 1} == whole
+    assert found["PAUSED_ROWS"] == paused_rows
+    none = dataclasses.replace(kernel, waits=waits.Waits()).definitions()
+    assert (none["QUIET"], none["BUSY"], none["WHOLE"]) == (0, 0, 0)
 
 
 def test_layers_take_three_buffers_in_turn_at_least() -> None:
@@ -213,15 +230,19 @@ def test_rotary_table_is_a_rotation() -> None:
     assert torch.equal(table[0, 0], torch.ones(32))
 
 
-LONG = {"llama-1b": {"row_units": 8}, "qwen3-0.6b": {"row_units": 8}, "qwen3-8b": {"row_warps": 1, "row_units": 4}}
+ROOM = {"llama-1b": 4, "qwen3-0.6b": 4, "qwen3-8b": 2}
 
 
 @pytest.mark.parametrize("name", plans.PRESETS)
-@pytest.mark.parametrize(("rows", "long"), [(1, False), (8, False), (8, True)])
-def test_compiles_within_its_registers(name: str, rows: int, long: bool) -> None:
-    """`long`: with twice the units of a row that has a warp."""
+@pytest.mark.parametrize(("rows", "form"), [(1, ""), (8, ""), (8, "no sums wait"), (8, "rows take turns")])
+def test_compiles_within_its_registers(name: str, rows: int, form: str) -> None:
+    """By default, and with half as many units of a row that has a warp, or no such rows."""
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is missing: pip install 'lowlat-nvidia[cuda]'")
-    plan = dataclasses.replace(plans.DensePlan(plans.PRESETS[name]).kernel(rows), **LONG[name] if long else {})
+    plan = plans.DensePlan(plans.PRESETS[name]).kernel(rows)
+    if form:
+        options = {"row_units": ROOM[name]} if form == "no sums wait" else {"row_warps": 0}
+        default, plan = plan.definitions(), dataclasses.replace(plan, **options)
+        assert plan.definitions() != default
     try:
         cubin, log = jit.compile_cubin("dense_step.cu", plan.definitions(), cache=False, verbose=True)
     except (RuntimeError, OSError) as error:
