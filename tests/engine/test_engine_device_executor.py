@@ -1,4 +1,4 @@
-"""The executor of a device's runner."""
+"""The executor of a device's runner, and the steps that it has launched."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from lowlat.engine.device_executor import DeviceExecutor
 from lowlat.engine.device_results import PendingStep
+from lowlat.engine.device_sampler import Samples
 from lowlat.engine.executor import ExecutorError, StepResult
 
 
@@ -40,3 +41,35 @@ def test_steps_in_flight_are_kept_until_they_have_ended(monkeypatch: pytest.Monk
     if fails:
         with pytest.raises(ExecutorError, match="a planted failure"):
             executor.collect(0)
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_step_that_is_dropped_keeps_its_memory_until_it_has_ended(read: bool, lost: bool) -> None:
+    """Not one whose result was read, which has ended; a device that failed is no reason to say more."""
+    tokens = torch.zeros(1, dtype=torch.int64)
+    memory, ended = weakref.ref(tokens), []
+
+    class Event:
+        def synchronize(self) -> None:
+            ended.append(memory() is not None)
+            if lost and not read:
+                raise RuntimeError("CUDA error: a planted failure")
+
+    step = PendingStep(0, Samples(tokens), [0], [-1], torch.device("cpu"), lambda _: None)
+    step._event = Event()
+    del tokens
+    if read:
+        assert step.wait() is not None
+    before = len(ended)
+    assert before == read
+    del step
+    assert len(ended) - before == (not read)
+    assert all(ended)
+    assert memory() is None
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_step_that_never_began_is_dropped_silently() -> None:
+    with pytest.raises(AttributeError):
+        PendingStep(0, None, [], [], None, lambda _: None)  # type: ignore[arg-type]

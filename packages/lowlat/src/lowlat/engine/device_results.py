@@ -5,6 +5,7 @@ Legend of shape suffixes: M samples of a step, C log-probabilities beside the ch
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,9 @@ class LabelReads(msgspec.Struct):
 class PendingStep:
     """One launched step. Waiting for it is the only time that the host waits for the device."""
 
+    _event: Any = None
+    _result: StepResult | None = None
+
     def __init__(
         self,
         step: int,
@@ -56,13 +60,18 @@ class PendingStep:
         self._done = done
         self._again = again
         self._instead: PendingStep | None = None
-        self._result: StepResult | None = None
         self._samples = samples
-        self._event: Any = None
         self._reads = reads
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
+
+    def __del__(self) -> None:
+        """Wait for a step whose result nobody has read, as of an engine that is dropped: kernels write its memory until
+        it has ended, which PyTorch does not know (decision 0715)."""
+        if self._event is not None and self._result is None:
+            with contextlib.suppress(RuntimeError):  # a device that has failed writes nothing more
+                self._event.synchronize()
 
     @classmethod
     def finished(cls, result: StepResult) -> PendingStep:
