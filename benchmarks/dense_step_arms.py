@@ -354,6 +354,8 @@ def main() -> None:
     parser.add_argument("--forms", action="store_true", help="time forms of the kernel; say which is fastest")
     parser.add_argument("--seconds", type=float, default=1e9, help="compile nothing more after this long")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; the kernels need a Hopper one")
     begin = time.time()
     report = Report(
         args.out, "dense-step-forms" if args.forms else "dense-step", args.commit, args.tree, read_ceiling()

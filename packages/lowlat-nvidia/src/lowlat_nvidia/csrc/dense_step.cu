@@ -4,7 +4,7 @@
 // no barrier over the grid. Of each kernel's exchange buffers two sets alternate; what has been used is emptied, by the layers that
 // follow where layers take turns, and by the next step of the same kernel.
 // Each warp copies its packed weights, in the order of use, into a ring of pages in shared memory: a page that has been
-// used is filled again at once, so that copies run ahead of all dependencies.
+// used makes room for another, so that copies run ahead of all dependencies.
 #include "one_row.cuh"
 #include "rows.cuh"
 #include "tensor.cuh"
