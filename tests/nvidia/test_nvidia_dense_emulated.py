@@ -334,21 +334,22 @@ def test_either_kernel_follows_the_other(
 
 
 def tokens_of_steps_in_flight(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, changes: dict[str, tuple[str, str]] | None = None
+    monkeypatch: pytest.MonkeyPatch, folder: Path, rows: int, changes: dict[str, tuple[str, str]] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Tokens of three steps, each of which decodes the one before's: launched one by one, and all at once."""
+    """Tokens of the last row of three steps, each of which decodes the one before's: launched one by one, and all at
+    once."""
     weights = reference.random_weights(SHAPES["heads of 64"], 3, "cpu")
     weights.lm_head = weights.embedding.roll(1, 0)  # or the token after each would be itself
     built, _ = build(monkeypatch, folder, "heads of 64", weights, changes)
-    inputs, pools = make_case(built.plan.shape, [[40]], 16, 5, "cpu")
+    inputs, pools = make_case(built.plan.shape, [[40]] * rows, 16, 5, "cpu")
     built.bind(pools, 16)
-    inputs.tokens_R = built.next_token_R[:1]  # a step reads the token that the one before it wrote
-    function = built.function(1)
+    inputs.tokens_R = built.next_token_R[:rows]  # a step reads the token that the one before it wrote
+    function = built.function(rows)
     apart, together = [], []
     built.next_token_R.fill_(7)
     for _ in range(3):
         built.run(inputs, 1)
-        apart.append(int(built.next_token_R[0]))
+        apart.append(int(built.next_token_R[rows - 1]))
     built.check()
     monkeypatch.setattr(function, "launch", lambda *given, early: function.launch_early(*given))
     for count in (1, 2, 3):
@@ -357,19 +358,20 @@ def tokens_of_steps_in_flight(
         for _ in range(count):
             built.run(inputs, 1)
         function.machine.finish(steps.THREADS)
-        together.append(int(built.next_token_R[0]))
+        together.append(int(built.next_token_R[rows - 1]))
     return apart, together
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 def test_steps_that_start_early_wait_for_the_one_before(
-    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: int
 ) -> None:
     """A step lets the next one start when its logits are there, which is before its token is: a wait left out shows."""
-    apart, together = tokens_of_steps_in_flight(monkeypatch, tmp_path)
+    apart, together = tokens_of_steps_in_flight(monkeypatch, tmp_path, rows)
     assert together == apart == [8, 9, 10]
     wait = ("  auto ask_inputs = [&] {\n    wait_for_earlier_kernel();\n", "  auto ask_inputs = [&] {\n")
     try:
-        apart, together = tokens_of_steps_in_flight(monkeypatch, tmp_path, {"dense_step.cu": wait})
+        apart, together = tokens_of_steps_in_flight(monkeypatch, tmp_path, rows, {"dense_step.cu": wait})
     except RuntimeError:
         return  # blocks of two steps wait for each other in the same buffer
     assert together != apart
