@@ -15,7 +15,8 @@ The details of the engine's rows hold which kernels its start chose and what the
 of as many requests as the largest case has.
 
 A kernel library's arm (`--arms lowlat-nvidia,...`) is the same engine with the library's steps switched on, for the
-same requests; its row's details hold the time of the library's forward alone, replayed as a graph.
+same requests; its row's details hold the time of the library's forward alone, replayed as a graph, behind as many
+tokens as the requests had in the middle of that.
 
 Contexts are not computed: cached prefixes are declared and their keys and values drawn at random. The file is written
 again after every case.
@@ -143,10 +144,11 @@ class Engine:
         return EngineCase(core, self.shape, batch, context, self.sampling)
 
     def launch_alone(self, batch: int, context: int, steps: int) -> list[float]:
-        """Microseconds of the kernel library's forward for the same rows, its graph replayed `steps` times."""
+        """Microseconds of the kernel library's forward for rows behind so many tokens, with pages in a row as the
+        engine has them; its graph replayed `steps` times."""
         device, pages = self.kv.keys[0].device, context // PAGE + 1
         place = torch.full((batch,), context, device=device)
-        table_QP = torch.randperm(batch * pages, device=device).int().view(batch, pages)
+        table_QP = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
         step = StepInputs(
             Mode.DECODE, place * 7 % self.shape.vocab, place,
             torch.arange(batch + 1, dtype=torch.int32, device=device), (place + 1).int(), table_QP,
@@ -236,8 +238,8 @@ def torch_arm(engine: Engine, batch: int, context: int, options: Options, *, com
     return measure
 
 
-def measure_case(engine: Engine, batch: int, context: int, options: Options) -> tuple[Alternation, float]:
-    """All arms of one case, and the milliseconds of a follow-up request."""
+def measure_case(engine: Engine, batch: int, context: int, options: Options) -> tuple[Alternation, float, int]:
+    """All arms of one case, the milliseconds of a follow-up request, and the tokens that requests had in the middle."""
     case = engine.case(batch, context)
     arms: dict[str, Arm] = {"general": lambda: case.decode(options.steps)}
     if options.kernels_arm is not None:
@@ -247,15 +249,17 @@ def measure_case(engine: Engine, batch: int, context: int, options: Options) -> 
             arms[name] = torch_arm(engine, batch, context, options, compiled=name == "torch-compile")
         except (RuntimeError, torch.OutOfMemoryError) as error:
             print(f"   {name} broke and is left out: {error}", flush=True)
+    before = case.core.scheduler.stats.generated_tokens
     measured = alternate(arms, options.rounds)
+    tokens = context + (before + case.core.scheduler.stats.generated_tokens) // (2 * batch)
     follow_up = case.follow_up()
     case.core.close()
-    return measured, follow_up
+    return measured, follow_up, tokens
 
 
 def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling: Ceiling) -> list[Row]:
     """The rows of one case."""
-    measured, follow_up = measure_case(engine, batch, context, options)
+    measured, follow_up, tokens = measure_case(engine, batch, context, options)
     size = dense_step_bytes(engine.shape, requests=batch, context=context, dtype=options.dtype).total
     common: dict[str, Any] = {
         "workload": engine.shape.name, "rows": batch, "context": context, "tp": 1, "dtype": options.dtype,
@@ -275,10 +279,10 @@ def rows_of(engine: Engine, batch: int, context: int, options: Options, ceiling:
     for row in rows:
         row.details = dict(engine.chosen) if row.arm == "general" else {}
     if options.kernels_arm in measured.rounds and options.device == "cuda":
-        alone = statistics.median(engine.launch_alone(batch, context, 2 * options.steps))
+        alone = statistics.median(engine.launch_alone(batch, tokens, 2 * options.steps))
         row = next(row for row in rows if row.arm == options.kernels_arm)
-        row.details = {"forward_us": round(alone, 1), "over_forward": round(row.median / alone, 4)}
-        print(f"   {options.kernels_arm}: forward alone {alone:.1f} us", flush=True)
+        row.details = {"forward_us": round(alone, 1), "over_forward": round(row.median / alone, 4), "tokens": tokens}
+        print(f"   {options.kernels_arm}: forward alone, of {tokens} tokens, {alone:.1f} us", flush=True)
     for arm, error in measured.errors.items():
         print(f"   {arm} broke and is left out: {error}", flush=True)
     floor = size / (ceiling.tb_s * 1e6)
