@@ -114,6 +114,10 @@ class CheckedCore:
     def has_work(self) -> bool:
         return self._core.has_work
 
+    @property
+    def has_requests(self) -> bool:
+        return self._core.has_requests
+
     def turn(self, timeout: float | None = None) -> list[RequestOutput]:
         outputs = self._core.turn(timeout)
         self._core.scheduler.check()

@@ -73,6 +73,11 @@ class EngineCore:
         """Whether `turn` has anything to do."""
         return self.scheduler.has_work or self._held
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request waits or runs."""
+        return self.scheduler.has_requests or self._held
+
     def turn(self, timeout: float | None = None) -> list[RequestOutput]:
         """Launch what can be launched, then wait up to `timeout` seconds for one result and commit it.
 

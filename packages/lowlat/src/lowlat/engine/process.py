@@ -87,6 +87,9 @@ class EngineLoop:
                     give_back_memory()
                 idle = True
             if outputs:
+                if not self._core.has_requests:
+                    self._stats_at = 0.0
+                    self._heartbeat()  # first, so that whoever has the last answer finds it counted
                 self._send(Outputs(outputs))
             self._heartbeat()
             if idle:

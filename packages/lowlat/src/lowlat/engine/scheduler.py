@@ -122,6 +122,11 @@ class Scheduler:
         return bool(self._live or self._launches)
 
     @property
+    def has_requests(self) -> bool:
+        """Whether anything is waiting or running; steps may be in flight without."""
+        return bool(self._live)
+
+    @property
     def in_flight(self) -> int:
         """Launched steps whose results are not committed."""
         return len(self._launches)
