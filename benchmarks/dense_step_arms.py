@@ -57,8 +57,10 @@ FORMS_OF_SEVERAL: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3-8b": ({"slots": 36}, {"waits": Waits()}, {"row_warps": 0}, {"row_units": 2}, {"watch_each": True}),
 }
 """Of each model, options of plans to compare with the default. They leave packed weights as they are."""
-SEVERAL = ((2, 1024), (4, 1024), (8, 1024), (8, 2048))
-"""(rows, context) of steps of several rows, of the default."""
+CASES = (
+    (2, 1024), (4, 1024), (8, 1024), (8, 2048), (1, 2048), (1, 8192), (1, 32_768), (1, 131_072),
+)  # fmt: skip
+"""(rows, context) of the default's steps beside one row of 1,024 tokens, which PyTorch's arms have too."""
 
 
 class _Reading(ctypes.Structure):
@@ -396,7 +398,7 @@ def main() -> None:
             report.add(name, arm, 1, 1024, size, values)
         note = "computed: bytes over the read ceiling of this run"
         report.add(name, "read-floor", 1, 1024, size, [size / report.ceiling * 1e6], note)
-        for rows, context in (*SEVERAL, (1, 2048), (1, 8192), (1, 32_768), (1, 131_072)):
+        for rows, context in CASES:
             del inputs, pools
             inputs, pools = make_case(shape, [[context - 1]] * rows, 16, 3)
             built.bind(pools, 16)

@@ -91,7 +91,7 @@ DEV void watch(Context& c, Stream& f, const u32* at, u32& polls, int stage) {
 template <int COUNT>
 DEV void gather_held(Context& c, Stream& f, const u32* base, int step, u32 (&v)[COUNT][HELD], int stage) {
   u32 polls = 0;
-  pause(c, stage, [&] { pump(c, f); });
+  pause(c, f, stage);
   if (COUNT > 1 && !whole(stage)) watch(c, f, base + (COUNT - 1) * step, polls, stage);
   while (true) {
     u32 top = 0;
@@ -143,7 +143,7 @@ DEV void combine_folded(Context& c, Stream& f) {
   const u32* part = c.now + W_PART + head * SPLITS * GROUP_DIM + c.thread;
   const u32* at = c.now + W_LSE + (head * SPLITS + split) * GROUP + h;
   u32 v[SPLITS], word, polls = 0;
-  pause(c, 3, [&] { pump(c, f); });
+  pause(c, f, 3);
   if (!whole(3)) watch(c, f, at, polls, 3);
   while (true) {
     u32 top = word = load_exchange_word(at);

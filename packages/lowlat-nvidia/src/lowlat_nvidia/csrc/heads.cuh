@@ -86,7 +86,7 @@ DEV void prepare_heads(Context& c, Stream& f, const HeadNorms& norms, int head, 
       for (int e = 0; e < EACH; e++) coming[j][e] = item < items ? load_exchange_word(words + e * 32) : 0;
     }
   };
-  pause(c, 2, [&] { pump(c, f); });
+  pause(c, f, 2);
   load(c.warp);
 #pragma unroll 1
   for (int first = c.warp; first < items; first += BATCH * WARPS) {

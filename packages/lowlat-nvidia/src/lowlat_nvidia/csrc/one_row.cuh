@@ -16,12 +16,14 @@ DEV void gather_one(Context& c, Stream& f, const u32* base, const u32* extra_at,
   u32 polls = 0;
   const bool active = c.lane < 4;
   const uint4 none = make_uint4(0, 0, 0, 0);
-  if (!later) pause(c, stage, [&] { pump(c, f); });
-  if (!later && !whole(stage)) {
-    do {
-      extra = active ? load_exchange(extra_at) : none;
-      pump(c, f);
-    } while (!__any_sync(~0u, active && least(extra) != EMPTY) && !give_up(c, polls, stage));
+  if (!later) {
+    pause(c, f, stage);
+    if (!whole(stage)) {
+      do {
+        extra = active ? load_exchange(extra_at) : none;
+        pump(c, f);
+      } while (!__any_sync(~0u, active && least(extra) != EMPTY) && !give_up(c, polls, stage));
+    }
   }
   while (true) {
     extra = active ? load_exchange(extra_at) : none;
@@ -129,7 +131,7 @@ DEV void prepare_heads_one(Context& c, Stream& f, const HeadNorms& norms, int he
   const bool write = k.own[0] >= k.begin[0] && k.own[0] < k.end[0];
   const u32* words = c.now + W_QKV + head * HEAD_ROWS + c.lane;
   u32 polls = 0;
-  pause(c, 2, [&] { pump(c, f); });
+  pause(c, f, 2);
   if (c.warp >= GROUP + (write ? 2 : 0)) {  // nothing to do but to ask for pages
     if (PUMPS)
       while (__all_sync(~0u, load_exchange_word(words) == EMPTY) && !give_up(c, polls, 2)) pump(c, f);
@@ -207,7 +209,7 @@ DEV void combine_one(Context& c, Stream& f) {
   const u32 *pv = c.now + W_PART + at * GROUP_DIM + d, *pl = c.now + W_LSE + at * GROUP + d / HEAD_DIM;
   uint4 v;
   u32 word, polls = 0;
-  pause(c, 3, [&] { pump(c, f); });
+  pause(c, f, 3);
   while (true) {
     v = load_exchange(pv);
     word = load_exchange_word(pl);

@@ -74,7 +74,7 @@ DEV void combine_two(Context& c, Stream& f) {
     d[j] = share * BLOCK_COMBINE + index % VECTORS * 4;
     active[j] = row[j] < c.rows;
   }
-  pause(c, 3, [&] { pump(c, f); });
+  pause(c, f, 3);
   while (true) {
     u32 top = 0;
 #pragma unroll
@@ -111,7 +111,7 @@ DEV void combine(Context& c, Stream& f) {
     coming_lse = load_exchange_word(now + W_LSE + at * GROUP + d / HEAD_DIM);
   };
   const int first = c.warp * SIDES + c.lane / SPLITS;
-  pause(c, 3, [&] { pump(c, f); });
+  pause(c, f, 3);
   load(first);
 #pragma unroll 1
   for (int base = 0; base + c.warp * SIDES < items; base += WARPS * SIDES) {

@@ -117,6 +117,10 @@ DEV void pump(Context& c, Stream& f) {
   }
 #endif
 }
+// A pause in which pages are asked for.
+DEV void pause(Context& c, Stream& f, int stage) {
+  pause(c, stage, [&] { pump(c, f); });
+}
 // Whether pages are there that nobody need wait for.
 template <int PAGES>
 DEV bool pages_there(Context& c) {

@@ -24,7 +24,6 @@ STAGES = (
     "any product: a page of weights", "attention: cached keys and values", "copies of cached keys and values: room",
 )  # fmt: skip
 """Names of the numbers in the error word: what waited."""
-
 DEFAULT_SPIN_LIMIT = 4_000_000  # fruitless polls of one wait: seconds, where a step takes milliseconds
 
 

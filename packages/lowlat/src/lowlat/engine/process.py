@@ -88,8 +88,7 @@ class EngineLoop:
                 idle = True
             if outputs:
                 if not self._core.has_requests:
-                    self._stats_at = 0.0
-                    self._heartbeat()  # first, so that whoever has the last answer finds it counted
+                    self._report()  # first, so that whoever has the last answer finds it counted
                 self._send(Outputs(outputs))
             self._heartbeat()
             if idle:
@@ -146,12 +145,14 @@ class EngineLoop:
             low.switch(on)  # the plans of later steps carry it to all ranks
         return Reply(command.number, {"report": msgspec.json.encode(low.report()).decode()})
 
+    def _report(self) -> None:
+        self._stats_at = time.monotonic()
+        self._send(Stats(self._core.stats(), self._stats_at))
+
     def _heartbeat(self) -> None:
-        now = time.monotonic()
-        if now - self._stats_at < _STATS_S:
+        if time.monotonic() - self._stats_at < _STATS_S:
             return
-        self._stats_at = now
-        self._send(Stats(self._core.stats(), now))
+        self._report()
         if os.getppid() != self._parent:
             log.warning("the front is gone: the engine ends")
             self._events.setsockopt(zmq.LINGER, 0)  # nobody will read what is still queued

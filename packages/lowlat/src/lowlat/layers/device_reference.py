@@ -25,6 +25,11 @@ def host_room(source: torch.Tensor) -> torch.Tensor:
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
 
 
+def copy_to_host(source: torch.Tensor) -> torch.Tensor:
+    """As `DeviceOps.fetch`, by the copy engine."""
+    return host_room(source).copy_(source, non_blocking=True)
+
+
 class ReferenceOps:
     """`DeviceOps` in plain PyTorch."""
 
@@ -172,7 +177,7 @@ class ReferenceOps:
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         """By the copy engine."""
-        return host_room(source).copy_(source, non_blocking=True)
+        return copy_to_host(source)
 
     def experts(
         self, x_RH: torch.Tensor, experts_RA: torch.Tensor, weights_RA: torch.Tensor, experts: Experts

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowlat.layers.device_reference import host_room
+from lowlat.layers.device_reference import copy_to_host, host_room
 
 MOST = 1024
 """Elements that one launch stores; more go by the copy engine."""
@@ -25,8 +25,8 @@ def store_kernel(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
 
 def fetch(source: torch.Tensor) -> torch.Tensor:
     """As `DeviceOps.fetch`. Of int64 alone, so that there is one kernel, which the start compiles."""
-    target = host_room(source)
     if source.dtype != torch.int64 or source.numel() > MOST or not source.is_contiguous() or torch.version.hip:
-        return target.copy_(source, non_blocking=True)
+        return copy_to_host(source)
+    target = host_room(source)
     store_kernel[(1,)](source, target, source.numel(), BLOCK=MOST, num_warps=4)
     return target
