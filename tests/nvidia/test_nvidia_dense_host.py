@@ -48,21 +48,22 @@ def test_presets_fit(name: str) -> None:
 
 
 CHOICES = (
-    "RING_PAGES", "UNDER_WAY", "UNITS", "SLOTS", "COPIES", "HOLD", "FOLD", "ROW_WARPS", "WATCH_EACH", "ROW_UNITS",
+    "RING_PAGES", "UNDER_WAY", "BUSY_UNDER_WAY", "UNITS", "SLOTS", "COPIES", "HOLD", "FOLD", "ROW_WARPS", "WATCH_EACH",
+    "ROW_UNITS",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "one_row", "several"),
     [
-        ("llama-1b", (4, 2, 16, 3, 8, 1, 0, 0, 0, 0), (3, 2, 16, 3, 4, 0, 0, 1, 1, 8)),
-        ("qwen3-0.6b", (8, 4, 8, 3, 4, 0, 1, 0, 0, 0), (7, 6, 8, 3, 4, 0, 0, 2, 0, 8)),
-        ("qwen3-8b", (4, 2, 8, 3, 8, 1, 0, 0, 0, 0), (3, 3, 8, 3, 4, 0, 0, 1, 0, 4)),
+        ("llama-1b", (4, 2, 2, 16, 3, 8, 1, 0, 0, 0, 0), (3, 2, 2, 16, 3, 4, 0, 0, 1, 1, 8)),
+        ("qwen3-0.6b", (8, 4, 5, 8, 3, 4, 0, 1, 0, 0, 0), (7, 6, 6, 8, 3, 4, 0, 0, 2, 0, 8)),
+        ("qwen3-8b", (4, 2, 2, 8, 3, 8, 1, 0, 0, 0, 0), (3, 3, 3, 8, 3, 4, 0, 0, 1, 0, 4)),
     ],
 )
 def test_the_defaults_are_what_was_fastest(name: str, one_row: tuple[int, ...], several: tuple[int, ...]) -> None:
-    """Pages of a warp's ring, how many are asked for at once, units of the cache, exchange buffers, how often what all
-    blocks read is published, what is done."""
+    """Pages of a warp's ring, how many are asked for at once, and in busy steps, units of the cache,
+    exchange buffers, how often what all blocks read is published, what is done."""
     plan = plans.DensePlan(plans.PRESETS[name])
     for rows, expected in ((1, one_row), (8, several)):
         found = plan.kernel(rows).definitions()
@@ -81,12 +82,12 @@ def test_pauses_are_a_byte_a_stage() -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "quiet", "busy", "whole", "paused_rows"),
     [
-        ("llama-1b", 1, {0: 12, 3: 10, 5: 4, 6: 8}, {0: 12, 3: 10, 5: 4, 6: 8}, {0, 5, 6}, 8),
-        ("llama-1b", 8, {0: 7, 5: 4}, {0: 7, 3: 15, 5: 4}, {5}, 8),
-        ("qwen3-0.6b", 1, {2: 3, 3: 7}, {2: 7, 3: 15}, {3, 5}, 8),
-        ("qwen3-0.6b", 8, {}, {0: 4, 3: 10}, {0, 5}, 8),
-        ("qwen3-8b", 1, {0: 12, 3: 10, 5: 4, 6: 8}, {0: 12, 3: 10, 5: 4, 6: 8}, {0, 5, 6}, 2),
-        ("qwen3-8b", 8, {}, {0: 7, 3: 10}, set(), 2),
+        ("llama-1b", 1, {0: 22, 3: 2, 5: 4, 6: 15}, {0: 22, 3: 10, 5: 4, 6: 15}, {0, 5, 6}, 8),
+        ("llama-1b", 8, {0: 18, 4: 4, 5: 4}, {0: 18, 3: 8, 4: 4, 5: 4}, {0, 5}, 8),
+        ("qwen3-0.6b", 1, {2: 3, 3: 4, 5: 8, 6: 4}, {2: 7, 3: 13}, {3, 5}, 8),
+        ("qwen3-0.6b", 8, {4: 4, 5: 2}, {0: 6, 2: 2, 3: 9, 4: 3, 5: 4}, {0, 5}, 8),
+        ("qwen3-8b", 1, {0: 22, 3: 2, 5: 4, 6: 15}, {0: 22, 3: 10, 5: 4, 6: 15}, {0, 5, 6}, 2),
+        ("qwen3-8b", 8, {0: 15, 4: 22, 5: 15, 6: 27}, {0: 7, 3: 10}, set(), 2),
     ],
 )
 def test_every_kernel_pauses_as_measured_and_none_without(
@@ -116,6 +117,7 @@ def test_layers_take_three_buffers_in_turn_at_least() -> None:
     for options, word in (
         ({"slots": 2}, "slots is 2"),
         ({"copies": 16}, "copies is 16"),
+        ({"busy_under_way": 3}, "busy_under_way is 3; it must be at least under_way"),
         ({"row_warps": 3}, "row_warps is 3"),
         ({"row_units": 9}, "row_units is 9; a row with a warp has 4 to 8"),
         ({"row_units": 3}, "row_units is 3; a row with a warp has 4 to 8"),

@@ -84,15 +84,18 @@ DEV void load_pages(Context& c, Stream& f, uint4 (&w)[PAGES * PAGE_FRAGMENTS]) {
   for (int i = 0; i < PAGES * PAGE_FRAGMENTS; i++) f.seen ^= w[i].w;
   f.room += PAGES;
 }
+// Pages of a warp that may be under way at once.
+DEV int most_under_way(Context& c) { return BUSY_UNDER_WAY > UNDER_WAY && c.busy ? BUSY_UNDER_WAY : UNDER_WAY; }
 // Asks for as many pages as may be under way. All lanes have loaded from the slots that are empty.
 DEV void ask_pages(Context& c, Stream& f) {
   __syncwarp();
 #pragma unroll 1
-  while (f.room && f.under_way < UNDER_WAY) ask_page(c, f);
+  while (f.room && f.under_way < most_under_way(c)) ask_page(c, f);
 }
 // What a warp does while it waits for other blocks: it notices that the oldest page is there, and asks for another. With HOLD it
 // takes the next page and asks for all that may be asked for.
 constexpr bool PUMPS = HOLD || UNDER_WAY < RING_PAGES;
+static_assert(BUSY_UNDER_WAY >= UNDER_WAY, "what is taken together is under way or there in busy steps too");
 DEV void pump(Context& c, Stream& f) {
 #if HOLD
 #pragma unroll 1
@@ -111,7 +114,7 @@ DEV void pump(Context& c, Stream& f) {
     page_landed(f);
     f.landed++;
   }
-  if (f.under_way < UNDER_WAY) {
+  if (f.under_way < most_under_way(c)) {
     __syncwarp();  // all lanes have loaded from the slots that are empty
     ask_page(c, f);
   }

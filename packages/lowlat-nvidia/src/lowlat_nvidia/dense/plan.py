@@ -150,10 +150,11 @@ class DensePlan:
     buffers of its own; `kernel` is the plan of either. What is packed (`page_fragments`) is the same in both.
 
     There is room for `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits). A warp
-    asks for `under_way` pages of weights at once; `ahead` units come into the L2 before there is room for them, where
-    contexts are short. Layers take `slots` exchange buffers in turn (at least 3; at most one each), so that all stay in
-    the L2. What all blocks read is published `copies` times when rows are few. `plain_copies` is for tools that watch
-    every access, `alone` runs stages one by one (`dense.alone`) and has a buffer for each layer.
+    asks for `under_way` pages of weights at once, and for `busy_under_way` in steps that are busy (`Waits`); `ahead`
+    units come into the L2 before there is room for them, where contexts are short. Layers take `slots` exchange buffers
+    in turn (at least 3; at most one each), so that all stay in the L2. What all blocks read is published `copies` times
+    when rows are few. `plain_copies` is for tools that watch every access, `alone` runs stages one by one
+    (`dense.alone`) and has a buffer for each layer.
 
     Steps of one row are folded with `fold`: the output projection is computed by KV heads and every block holds the
     residual, which is one exchange a layer less, and more to read. With `hold` one of them that is not has a page of
@@ -176,6 +177,7 @@ class DensePlan:
     stamps: int = 0
     copies: int | None = None
     under_way: int | None = None
+    busy_under_way: int | None = None
     hold: bool | None = None
     fold: bool | None = None
     slots: int | None = None
@@ -301,6 +303,11 @@ class DensePlan:
         usual = (64 if self.one_row or self._wide_of_64 else 96) * 1024 // (WARPS * self.page_bytes)
         return min(self.under_way or usual, self.ring_pages)
 
+    def _busy_under_way(self) -> int:
+        """As measured: a page more where a step is folded, and no more elsewhere."""
+        usual = self._under_way() + (self.one_row and self.folded)
+        return min(self.busy_under_way or usual, self.ring_pages)
+
     def _ahead(self) -> int:
         """As measured: it helps wide models, whose stages take long, and nothing else."""
         return self.ahead if self.ahead is not None else 32 if self.shape.hidden > 2048 else 0
@@ -355,6 +362,8 @@ class DensePlan:
             raise UnsupportedShapeError(f"slots is {self.slots}; layers take three exchange buffers at least")
         if self.published not in (1, 2, 4, 8):
             raise UnsupportedShapeError(f"copies is {self.copies}; 1, 2, 4 or 8 are published")
+        if self._busy_under_way() < self._under_way():
+            raise UnsupportedShapeError(f"busy_under_way is {self.busy_under_way}; it must be at least under_way")
         if self._row_warps() not in (0, 1, 2):
             raise UnsupportedShapeError(f"row_warps is {self.row_warps}; a warp has 0, 1 or 2")
         room = self._row_room()
@@ -380,6 +389,7 @@ class DensePlan:
             "STAMPS": self.stamps,
             "COPIES": self.published,
             "UNDER_WAY": self._under_way(),
+            "BUSY_UNDER_WAY": self._busy_under_way(),
             "HOLD": int(self.holds),
             "NARROW": int(self._narrow),
             "FOLD": int(self.one_row and self.folded),

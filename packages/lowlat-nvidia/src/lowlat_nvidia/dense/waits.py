@@ -38,12 +38,15 @@ def packed(pauses: Mapping[int, int]) -> int:
 def measured(*, one_row: bool, narrow: bool, wide_of_64: bool) -> Waits:
     """For steps of one row or of several: of narrow models, wide ones with heads of 64, and others."""
     if narrow and one_row:
-        return Waits({HEADS: 3, SPLITS: 7}, {HEADS: 7, SPLITS: 15}, (SPLITS, GATE_UP))
+        quiet = {HEADS: 3, SPLITS: 4, GATE_UP: 8, DOWN: 4}
+        return Waits(quiet, {HEADS: 7, SPLITS: 13}, (SPLITS, GATE_UP))
     if narrow:
-        return Waits({}, {QKV: 4, SPLITS: 10}, (QKV, GATE_UP))
+        busy = {QKV: 6, HEADS: 2, SPLITS: 9, OUTPUT: 3, GATE_UP: 4}
+        return Waits({OUTPUT: 4, GATE_UP: 2}, busy, (QKV, GATE_UP))
     if one_row:
-        pauses = {QKV: 12, SPLITS: 10, GATE_UP: 4, DOWN: 8}
-        return Waits(pauses, pauses, (QKV, GATE_UP, DOWN))
+        pauses = {QKV: 22, GATE_UP: 4, DOWN: 15}
+        return Waits(pauses | {SPLITS: 2}, pauses | {SPLITS: 10}, (QKV, GATE_UP, DOWN))
     if wide_of_64:
-        return Waits({QKV: 7, GATE_UP: 4}, {QKV: 7, SPLITS: 15, GATE_UP: 4}, (GATE_UP,))
-    return Waits({}, {QKV: 7, SPLITS: 10})
+        pauses = {QKV: 18, OUTPUT: 4, GATE_UP: 4}
+        return Waits(pauses, pauses | {SPLITS: 8}, (QKV, GATE_UP))
+    return Waits({QKV: 15, OUTPUT: 22, GATE_UP: 15, DOWN: 27}, {QKV: 7, SPLITS: 10})
