@@ -8,7 +8,8 @@ engine takes at its start where they are faster for one user and slower for nobo
 looked at before anything is timed:
 
 - `free` has as many registers as the compiler takes, `four` so few that four programs have room on a processor
-  (`register_limit` in `layers/triton/attention.py` decides which an engine has);
+  (`register_limit` in `layers/triton/attention_shape.py` decides which an engine has);
+- `masked` has masks for whole tiles too, which four users and more with heads of 64 go without by default;
 - `rows-lean` has no masks over whole tiles and reads page numbers a turn before the tokens that they place;
 - `rows-masked` has masks, and reads page numbers right before.
 
@@ -40,6 +41,7 @@ from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.rope import Rope
 from lowlat.layers.triton.ahead import compile_all, rehearsal
 from lowlat.layers.triton.attention import attend
+from lowlat.layers.triton.attention_shape import AttentionShape
 from lowlat.layers.triton.rope_write import rope_write
 from lowlat.layers.triton.row_attention import RowShape, row_attend
 
@@ -51,6 +53,8 @@ class General(msgspec.Struct, frozen=True):
 
     registers: int | None = None
     """None: the default."""
+    lean: bool = True
+    """Without masks over whole tiles where that is the default."""
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -65,6 +69,7 @@ FORMS: dict[str, Form] = {
     "general": General(),
     "general free": General(registers=0),
     "general four": General(registers=128),
+    "general masked": General(lean=False),
     "general rows": Rows(),
     "general rows-lean": Rows(stages=3),
     "general rows-masked": Rows(stages=5, lean=False),
@@ -109,11 +114,17 @@ class Case:
             where = (self.step.positions_R, self.step.write_slots_R)
             q_RND = rope_write(self.qkv_RYD, *kv, *where, self.tables, self.norms, early_start=True)
             paged = (*kv, self.step.table_TP, PAGE)
-            attend(q_RND, *paged, segments, rule, out, registers=form.registers, **plan)
+            page = PAGE if form.lean else 0
+            shape = AttentionShape.of(self._group, 1, self.shape.head_dim, 2, segments=self.users, page_size=page)
+            attend(q_RND, *paged, segments, rule, out, registers=form.registers, shape=shape, **plan)
         return out
 
+    @property
+    def _group(self) -> int:
+        return self.shape.heads // self.shape.kv_heads
+
     def _of(self, form: Rows) -> RowShape:
-        default = RowShape.of(self.shape.heads // self.shape.kv_heads, 1, self.shape.head_dim, 2, PAGE, 0)
+        default = RowShape.of(self._group, 1, self.shape.head_dim, 2, PAGE, 0)
         if form == Rows():
             return default
         return msgspec.structs.replace(default, lean=form.lean, stages=form.stages)

@@ -354,6 +354,32 @@ def test_loops_without_masks_leave_the_bits(dim, norms, page):
         assert torch.equal(result(first, last)[0], masked[0][first:last])
 
 
+@pytest.mark.parametrize(("group", "page"), [(4, 16), (4, 64), (3, 1)])
+def test_loops_of_many_requests_without_masks_leave_the_bits(group, page):
+    """With heads of 64. Lengths as above."""
+    import msgspec
+    from kernel_cases import PagedCase
+
+    from lowlat.layers.triton.attention import attend as launch
+    from lowlat.layers.triton.attention_shape import AttentionShape
+
+    lengths = [9000, 0, 63, 64, 65, 128, 129, 4567, 448, 449, 100_001, 1]
+    shape = {"heads": 8 * group, "kv_heads": 8, "dim": 64, "page_size": page, "device": "cuda"}
+    case = PagedCase(lengths, [1] * len(lengths), dtype=torch.bfloat16, **shape)
+    chosen = AttentionShape.of(group, 1, 64, 2, segments=len(lengths), page_size=page)
+    assert (chosen.lean, chosen.stages) == (2, 3)
+    results = [attend(case, case.rule())]
+    for other in (chosen, msgspec.structs.replace(chosen, lean=1), msgspec.structs.replace(chosen, lean=0, stages=2)):
+        out = torch.full_like(case.q_RND, float("nan"))
+        paged = (case.q_RND, case.keys_SKD, case.values_SKD, case.table_TP, page)
+        programs = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+        launch(*paged, case.segments, case.rule(), out, programs=programs, shape=other)
+        results.append(out)
+    assert not results[0].isnan().any()
+    assert not results[0][1].any()
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
 def test_one_capture_serves_every_length():
     from kernel_cases import PagedCase
 

@@ -5,6 +5,7 @@ test_kernels_interpreted.py runs them in a process of their own, since a process
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from lowlat.layers.device_step import DeviceStep
 from lowlat.layers.rope import Rope
 from lowlat.layers.triton import attention
 from lowlat.layers.triton.activation import gated
+from lowlat.layers.triton.attention_shape import AttentionShape
 from lowlat.layers.triton.filtering import keep_likely
 from lowlat.layers.triton.host import fetch
 from lowlat.layers.triton.norm import add_rms_norm, rms_norm
@@ -179,9 +181,9 @@ def test_keys_of_all_layers_are_written_at_once(layers, kv_heads, dim, rows):
         assert pool[:, others].isnan().all(), "a slot of nobody's was written"
 
 
-def run(case, segments, rule, out, programs):
+def run(case, segments, rule, out, programs, shape=None):
     paged = (case.q_RND, case.keys_SKD, case.values_SKD, case.table_TP, case.page_size)
-    attention.attend(*paged, segments, rule, out, programs=programs)
+    attention.attend(*paged, segments, rule, out, programs=programs, shape=shape)
 
 
 CASES = [
@@ -253,6 +255,21 @@ def test_a_row_is_the_same_bits_beside_any_neighbours():
         run(case, one, rule, alone, 16)
         assert torch.equal(alone[index], out[index])
         assert alone.isnan().any(-1).any(-1).sum() == 2, "rows of others were written"
+
+
+@pytest.mark.parametrize(("least", "sinks"), [(1, False), (2, True)])
+def test_loops_without_masks_leave_the_bits(least, sinks):
+    """Lengths end with a tile, one behind it and amid a page; one request is padding, some have too few tiles."""
+    case = PagedCase([300, 0, 32, 33, 96, 129], [1] * 6, heads=4, kv_heads=2, dim=16, page_size=8)
+    rule = case.rule(sinks=sinks)
+    plain = AttentionShape.of(2, 1, 16, 4, segments=6)
+    results = []
+    for shape in (plain, msgspec.structs.replace(plain, lean=least)):
+        out = torch.full_like(case.q_RND, float("nan"))
+        run(case, case.segments, rule, out, 4, shape)
+        results.append(out)
+    close(results[0], by_hand(case, rule))
+    assert torch.equal(*results)
 
 
 def test_long_requests_are_split_over_the_programs():

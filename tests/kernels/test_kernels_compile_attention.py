@@ -16,14 +16,15 @@ from compile_kit import CUOBJDUMP, SHARED, TARGETS, compiled, resources  # noqa:
 
 from lowlat.layers.attention import AttentionRule  # noqa: E402
 from lowlat.layers.device_step import RowSegments  # noqa: E402
-from lowlat.layers.triton import attention, row_attention  # noqa: E402
+from lowlat.layers.triton import attention, attention_shape, row_attention  # noqa: E402
 
 
 def attend_arguments(
     dtype: str, group: int, dim: int, most_rows: int, lanes: int, kind: str, segments: int = 1
 ) -> tuple[dict[str, str], dict[str, Any], Any]:
     size, tight = 4 if dtype == "fp32" else 2, kind in ("checks", "draft")
-    shape = attention.AttentionShape.of(group, most_rows, dim, size, segments=segments, lanes=lanes, tight=tight)
+    given = {"segments": segments, "lanes": lanes, "tight": tight, "page_size": 16 if kind == "plain" else 0}
+    shape = attention_shape.AttentionShape.of(group, most_rows, dim, size, **given)
     pointers = ["q_ptr", "keys_ptr", "values_ptr", "out_ptr"]
     types = dict.fromkeys(pointers, f"*{dtype}") | {"sinks_ptr": f"*{dtype}", "partial_ptr": "*fp32"}
     integers = ["table_ptr", "slots_ptr", "first_ptr", "rows_ptr", "lengths_ptr", "prefix_ptr", "begins_ptr"]
@@ -34,7 +35,8 @@ def attend_arguments(
         "ITEMS": kind == "items", "SINGLE": most_rows == 1 or tight,
         "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l,
         "BLOCK_D": triton.next_power_of_2(dim), "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
-        "SIFTED": kind != "draft" and most_rows > shape.block_q, "EARLY": lanes == 32,
+        "SIFTED": kind != "draft" and most_rows > shape.block_q, "LEAN": shape.lean,
+        "STAGES": 2 if shape.lean else shape.stages, "EARLY": lanes == 32,
     }  # fmt: skip
     return types, constants, shape
 
@@ -81,7 +83,7 @@ def test_attention_fits(dtype, group, dim, rows, kind, target, tmp_path):
 def test_attention_of_many_requests_fits(group, dim, target, tmp_path):
     """Four programs have room on a processor, and the loop over tokens has all that it needs in registers."""
     types, constants, shape = attend_arguments("bf16", group, dim, 1, 32, "plain", segments=3)
-    limit = attention.register_limit(some_segments(3), shape, dim, 2)
+    limit = attention_shape.register_limit(some_segments(3), shape, dim, 2)
     options = {"num_warps": shape.warps, "num_stages": shape.stages, "maxnreg": limit}
     kernel = compiled(attention.attend_kernel, target, types, constants, **options)
     registers, spilled, shared = resources(kernel, target, tmp_path)
@@ -89,6 +91,49 @@ def test_attention_of_many_requests_fits(group, dim, target, tmp_path):
     assert (shared + 1024) * 4 <= 228 * 1024
     assert spilled <= (8 if dim == 128 else 16)
     assert not spills_of_tokens(tmp_path / "kernel.cubin")
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("group", [2, 3, 4, 8])
+def test_attention_of_many_requests_without_masks_fits(group, target, tmp_path):
+    """Of heads of 64: two tiles are under way besides the one that is looked at, and nothing of it spills."""
+    types, constants, shape = attend_arguments("bf16", group, 64, 1, 32, "plain", segments=3)
+    assert constants["LEAN"] == 2
+    assert attention_shape.register_limit(some_segments(3), shape, 64, 2) == 0
+    kernel = compiled(attention.attend_kernel, target, types, constants, num_warps=shape.warps, num_stages=shape.stages)
+    registers, spilled, shared = resources(kernel, target, tmp_path)
+    assert shared >= 2 * 2 * 64 * 64 * 2
+    assert registers * 32 * shape.warps * 4 <= 65536
+    assert (shared + 1024) * 4 <= 228 * 1024
+    assert spilled <= (0 if target == "sm_90" else 8)
+    assert not spills_of_tokens(tmp_path / "kernel.cubin")
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, (3, 2)),
+        ({"segments": 256}, (3, 2)),
+        ({"dim": 32}, (3, 2)),
+        ({"page_size": 1}, (3, 2)),
+        ({"page_size": 64}, (3, 2)),
+        # With masks: windows, items and drafts (0), pages that end amid a tile, few requests, and what has no room.
+        ({"page_size": 0}, (2, 0)),
+        ({"page_size": 12}, (2, 0)),
+        ({"page_size": 128}, (2, 0)),
+        ({"segments": 2}, (5, 0)),
+        ({"dim": 128}, (2, 0)),
+        ({"group": 32}, (2, 0)),
+        ({"size": 4}, (2, 0)),
+        ({"lanes": 64}, (2, 0)),
+        ({"rows": 2, "tight": True}, (2, 0)),
+    ],
+)
+def test_shapes_of_many_requests(changed, expected):
+    case = {"group": 4, "rows": 1, "dim": 64, "size": 2, "segments": 3, "page_size": 16} | changed
+    sizes = [case.pop(name) for name in ("group", "rows", "dim", "size")]
+    shape = attention_shape.AttentionShape.of(*sizes, **case)
+    assert (shape.stages, shape.lean) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,27 +155,30 @@ def test_attention_of_many_requests_fits(group, dim, target, tmp_path):
 def test_limits_of_registers(changed, limit):
     case = {"group": 4, "dim": 128, "size": 2, "segments": 3, "rows": 1, "lanes": 32, "plain": True} | changed
     group, dim, size, segments, rows, lanes, plain = case.values()
-    shape = attention.AttentionShape.of(group, rows, dim, size, segments=segments, lanes=lanes)
-    found = attention.register_limit(some_segments(segments, rows), shape, dim, size, plain=plain, lanes=lanes)
+    shape = attention_shape.AttentionShape.of(group, rows, dim, size, segments=segments, lanes=lanes)
+    found = attention_shape.register_limit(some_segments(segments, rows), shape, dim, size, plain=plain, lanes=lanes)
     assert found == limit
 
 
-@pytest.mark.parametrize(("hip", "limit"), [(None, {128}), ("7.0", {None})])
-def test_a_compiler_without_limits_is_asked_for_none(monkeypatch, hip, limit):
-    """It would refuse the option."""
+@pytest.mark.parametrize(
+    ("hip", "requests", "expected"),
+    [(None, 3, (128, 2)), ("7.0", 3, (None, 2)), (None, 2, (None, 5)), ("7.0", 2, (None, 3))],
+)
+def test_a_compiler_for_warps_of_64_lanes_is_asked_for_what_it_has(monkeypatch, hip, requests, expected):
+    """It would refuse a limit of registers, and more stages have no room in its memory."""
     found = []
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: found.append(options.get("maxnreg"))
+            return lambda *args, **options: found.append((options.get("maxnreg"), options["num_stages"]))
 
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(attention, "attend_kernel", Kernel())
     q_RND, keys_SKD = (torch.zeros(3, heads, 128, dtype=torch.bfloat16) for heads in (8, 2))
     table_TP = torch.zeros(3, 1, dtype=torch.int32)
-    given = (q_RND, keys_SKD, keys_SKD, table_TP, 16, some_segments(3), AttentionRule(), q_RND)
+    given = (q_RND, keys_SKD, keys_SKD, table_TP, 16, some_segments(requests), AttentionRule(), q_RND)
     attention.attend(*given, programs=2)
-    assert set(found) == limit
+    assert found == [expected]
 
 
 def some_segments(count: int, rows: int = 1) -> RowSegments:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +25,8 @@ import triton.language as tl
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import RowSegments
 from lowlat.layers.triton import early
-from lowlat.layers.triton.attention_tiles import look
+from lowlat.layers.triton.attention_shape import AttentionShape, lanes_of_warps, register_limit
+from lowlat.layers.triton.attention_tiles import look, look_lean
 
 let_next_start, wait_for_previous = early.let_next_start, early.wait_for_previous
 
@@ -61,7 +61,8 @@ def attend_kernel(
     MOST: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SINKS: tl.constexpr, ITEMS: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, SIFTED: tl.constexpr, EARLY: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, DRAFT: tl.constexpr, SIFTED: tl.constexpr, LEAN: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes items `program_id`, `program_id` + programs, ...; `scale` includes log2(e).
 
@@ -69,7 +70,8 @@ def attend_kernel(
     begins where that of a row after the context would.
 
     `BLOCK_M` rows of scores are `BLOCK_Q` query rows times `GROUP` heads, and what fills the power of two. `SINGLE`:
-    segments have one block of rows, and there is a program for each split that one might have.
+    segments have one block of rows, and there is a program for each split that one might have. `LEAN` and `STAGES`: see
+    `AttentionShape`.
     """
     # Kernels of steps of several rows come one by one: where many wait on a processor, new ones crowd on the others.
     if EARLY and BLOCK_Q == 1:
@@ -165,7 +167,13 @@ def attend_kernel(
                     False, False, False, 0, KV_HEADS, DIM, BLOCK_D,
                 )  # fmt: skip
             low = clear
-        for start in range(low, high, BLOCK_L):
+        if LEAN > 0:  # noqa: SIM102 (a constant, without which there is no branch)
+            if high - low >= LEAN * BLOCK_L:
+                low, best_m, sum_m, mixed = look_lean(
+                    low, high, pages_ptr, q, best_m, sum_m, mixed, keys_ptr, values_ptr, kv_head, scale,
+                    KV_HEADS, DIM, PAGE, BLOCK_L, BLOCK_D,
+                )  # fmt: skip
+        for start in tl.range(low, high, BLOCK_L, num_stages=STAGES):
             seen_l = start + place_l
             seen_ok = seen_l < high
             if ITEMS:
@@ -295,62 +303,6 @@ def combine_rows_kernel(
         tl.store(out_ptr + place, (mixed / total_n[:, None]).to(out_ptr.dtype.element_ty), mask=tile)
 
 
-class AttentionShape(msgspec.Struct, frozen=True):
-    """Sizes of a launch that are fixed when its kernel is compiled."""
-
-    block_q: int
-    """Query rows of an item."""
-    block_m: int
-    """Rows of scores: query rows times heads of a group, as a power of two, at least 16."""
-    block_l: int
-    """Tokens that an item looks at in one turn."""
-    warps: int
-    stages: int
-
-    @classmethod
-    def of(
-        cls,
-        group: int,
-        most_rows: int,
-        dim: int,
-        element_bytes: int,
-        *,
-        segments: int = 1,
-        lanes: int = 32,
-        tight: bool = False,
-    ) -> AttentionShape:
-        """For segments of up to `most_rows` rows whose key-value heads serve `group` query heads each, on a device with
-        warps of `lanes`. Larger tiles than these spill registers (test_kernels_compile_attention.py)."""
-        small = element_bytes > 2
-        fitting = max(16, triton.next_power_of_2(group * most_rows))
-        if most_rows == 1 or (tight and fitting <= 32):
-            # Stages keep loads of later tokens in flight: two of them go to page numbers, the others to tiles. Many
-            # segments keep enough in flight without (measured on an H200).
-            stages = 2 if small or segments > 2 else 3 if dim > 128 or lanes > 32 or fitting > 16 else 5
-            return cls(most_rows, fitting, 32 if small else 64, 4, stages)
-        # Two sizes only: every size is compiled when it first comes, which a request would wait for.
-        least = max(16, triton.next_power_of_2(group))
-        largest = 16 if small else 128 if dim <= 128 and lanes == 32 else 64
-        block_m = least if most_rows <= least // group else max(least, largest)
-        block_q = block_m // group
-        return cls(block_q, block_m, 32 if small or dim > 128 else 64, 8 if block_m > 64 or dim > 128 else 4, 2)
-
-
-def register_limit(
-    segments: RowSegments, shape: AttentionShape, dim: int, element_bytes: int, *, plain: bool = True, lanes: int = 32
-) -> int:
-    """Most registers of a thread of `attend_kernel` for these segments; 0: as many as the compiler takes. Bits of
-    results do not depend on it.
-
-    By 128 a processor has room for four programs of heads of 128 instead of three. One or two segments, which have more
-    tokens under way, and heads of 64 were slower so (measured on an H200). Not `plain` are windows, items and a draft's
-    blocks, whose kernels would spill more. Warps of 64 `lanes` are AMD's, whose compiler knows no such limit.
-    """
-    many = segments.most_rows == 1 and len(segments.slots_B) > 2
-    fits = 64 < dim <= 128 and element_bytes == 2 and shape.block_m == 16
-    return 128 if many and fits and plain and lanes == 32 else 0
-
-
 def attend(
     q_RND: torch.Tensor,
     keys_SKD: torch.Tensor,
@@ -365,12 +317,14 @@ def attend(
     early_start: bool = False,
     block_base: int = -1,
     registers: int | None = None,
+    shape: AttentionShape | None = None,
 ) -> None:
     """softmax(q k^T scale) v of the segments' rows, written to `out_RND`; other rows stay as they are.
 
     `programs`: programs that fill the device, and about as many splits as a lone segment gets. `block_base`: see
-    `DeviceStep`. `registers`: another limit than `register_limit` of these segments. All tensors contiguous; `out_RND`
-    has the type of `q_RND`, float32 or bfloat16. Softmax and sums are float32 (Milakov and Gimelshein 2018).
+    `DeviceStep`. `registers`, `shape`: others than `register_limit` and `AttentionShape.of` these segments. All tensors
+    contiguous; `out_RND` has the type of `q_RND`, float32 or bfloat16. Softmax and sums are float32 (Milakov and
+    Gimelshein 2018).
     """
     total, heads, dim = q_RND.shape
     kv_heads = keys_SKD.shape[1]
@@ -381,11 +335,15 @@ def attend(
     assert keys_SKD.is_contiguous()
     assert values_SKD.is_contiguous()
     size = q_RND.element_size()
-    shape = AttentionShape.of(group, segments.most_rows, dim, size, segments=count, tight=segments.tight)
     draft = block_base >= 0
+    plain = not draft and not rule.window and segments.items is None
+    lanes = lanes_of_warps()
+    if shape is None:
+        shape = AttentionShape.of(
+            group, segments.most_rows, dim, size, segments=count, lanes=lanes, tight=segments.tight,
+            page_size=page_size if plain else 0,
+        )  # fmt: skip
     if registers is None:
-        plain = not draft and not rule.window and segments.items is None
-        lanes = 64 if torch.version.hip else 32
         registers = register_limit(segments, shape, dim, size, plain=plain, lanes=lanes)
     few = segments.most_rows == 1 or segments.tight
     single = few and segments.most_rows <= shape.block_q
@@ -414,7 +372,8 @@ def attend(
     attend_kernel[(most_items if single else min(programs, most_items),)](
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
         count, table_TP.stride(0), block_base, scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
-        DRAFT=draft, SIFTED=many and not draft and not rule.window,
+        DRAFT=draft, SIFTED=many and not draft and not rule.window, LEAN=shape.lean,
+        STAGES=2 if shape.lean else shape.stages,
         BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages, **limit,
     )  # fmt: skip
     if most > 1 and few:

@@ -26,7 +26,8 @@ import triton.language as tl
 from lowlat.layers.attention import AttentionRule
 from lowlat.layers.device_step import DeviceStep, RowSegments
 from lowlat.layers.triton import early
-from lowlat.layers.triton.attention import MAX_SPLITS, MIN_CHUNK, AttentionShape
+from lowlat.layers.triton.attention import MAX_SPLITS, MIN_CHUNK
+from lowlat.layers.triton.attention_shape import AttentionShape, lanes_of_warps
 from lowlat.layers.triton.attention_tiles import fold, look, look_lean, tile_pages, tile_slots
 from lowlat.layers.triton.pin import pinned
 
@@ -306,7 +307,8 @@ def row_attend(
     draft = step.block_base >= 0
     block_m = max(16, triton.next_power_of_2(group * width))
     block_d = max(16, triton.next_power_of_2(dim))
-    shape = shape or RowShape.of(group, width, dim, qkv_RYD.element_size(), step.page_size, rule.window)
+    size = qkv_RYD.element_size()
+    shape = shape or RowShape.of(group, width, dim, size, step.page_size, rule.window, lanes_of_warps())
     assert not shape.lean or (not rule.window and shape.block_l % step.page_size == 0)
     # With the rows' own no more programs than have room at once: a last one that began late would take the longest.
     most = min(MAX_SPLITS, max(1, programs // kv_heads - 1))
