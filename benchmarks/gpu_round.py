@@ -167,9 +167,15 @@ class Round:
         for one in list(self.running):
             status = one.process.poll()
             if status is not None:
-                self._end(one, "failed" if status else "passed", f"exit status {status}" if status else "")
+                why = f"exit status {status}" if status else "no test ran" if self._tested_nothing(one.job) else ""
+                self._end(one, "failed" if why else "passed", why)
             elif self._now() - one.began > one.limit:
                 self._end(one, "overtime", f"ended after {one.limit:.0f} s")
+
+    def _tested_nothing(self, job: Job) -> bool:
+        """Whether all of a job's tests were skipped, which pytest takes for a success: its last line counts them."""
+        text = (self.out / f"{job.name}.log").read_text(errors="replace")
+        return "pytest" in shlex.split(job.command) and " passed" not in text.rstrip().rpartition("\n")[2]
 
     def _end(self, one: Running, state: str, why: str) -> None:
         # Children outlive a process that ends on its own too: a server that a failed benchmark leaves holds the GPU.

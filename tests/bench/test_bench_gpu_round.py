@@ -59,6 +59,18 @@ def test_outcomes_logs_and_the_gpu_that_a_job_sees(tmp_path: Path) -> None:
     assert found["long"].why.startswith("takes 1000 s")
 
 
+def test_a_job_whose_tests_are_all_skipped_has_failed(tmp_path: Path) -> None:
+    skipped = "import pytest\n\n\ndef test_it(): pytest.skip('1 passed by')\n"
+    (tmp_path / "test_none.py").write_text(skipped)
+    (tmp_path / "test_some.py").write_text(f"{skipped}\n\ndef test_that(): pass\n")
+    tests = "python -m pytest -q -rs -p no:cacheprovider --rootdir {folder} {folder}/test_"
+    jobs = [Job(name, f"{tests}{name}.py".replace("{folder}", str(tmp_path)), 60) for name in ("none", "some")]
+    found = play(tmp_path / "out", jobs)
+    assert {name: (outcome.state, outcome.why) for name, outcome in found.items()} == {
+        "none": ("failed", "no test ran"), "some": ("passed", ""),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_timed_jobs_have_a_gpu_alone(tmp_path: Path, gpus: int) -> None:
     nap = script("import time; time.sleep(0.4)")

@@ -346,11 +346,6 @@ class DensePlan:
             return self.waits
         return waits.measured(one_row=self.one_row, narrow=self._narrow, wide_of_64=self._wide_of_64)
 
-    @property
-    def _paused_rows(self) -> int:
-        """Rows of a step that is busy (`Waits`) at most. As measured: two of wide models with heads of 128."""
-        return MAX_ROWS if self._narrow or self._wide_of_64 else 2
-
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
         s, how = self.shape, self._waits()
@@ -401,7 +396,7 @@ class DensePlan:
             "QUIET": waits.packed(how.quiet),
             "BUSY": waits.packed(how.busy),
             "WHOLE": sum(1 << stage for stage in how.whole),
-            "PAUSED_ROWS": self._paused_rows,
+            "BUSY_ROWS": how.busy_rows,
             "ALONE": int(self.alone),
             "BLOCKS": BLOCKS,
             "SHARED_BYTES": self.shared_bytes(),

@@ -19,13 +19,14 @@ class Waits:
     """Of a kernel. Pauses are in hundreds of cycles, by stage, from when it begins to wait.
 
     `busy` counts where units of the next layer are on their way when attention ends: behind many tokens with one row,
-    and with several where no row has a warp to itself and there are not too many (`PAUSED_ROWS`). `quiet` counts
-    elsewhere. Stages in `whole` then poll all that they need, others one vector of it until that is there.
+    and with several, at most `busy_rows`, where no row has a warp to itself. `quiet` counts elsewhere. Stages in
+    `whole` then poll all that they need, others one vector of it until that is there.
     """
 
     quiet: Mapping[int, int] = field(default_factory=dict)
     busy: Mapping[int, int] = field(default_factory=dict)
     whole: tuple[int, ...] = ()
+    busy_rows: int = 8
 
 
 def packed(pauses: Mapping[int, int]) -> int:
@@ -49,4 +50,4 @@ def measured(*, one_row: bool, narrow: bool, wide_of_64: bool) -> Waits:
     if wide_of_64:
         pauses = {QKV: 18, OUTPUT: 4, GATE_UP: 4}
         return Waits(pauses, pauses | {SPLITS: 8}, (QKV, GATE_UP))
-    return Waits({QKV: 15, OUTPUT: 22, GATE_UP: 15, DOWN: 27}, {QKV: 7, SPLITS: 10})
+    return Waits({QKV: 15, OUTPUT: 22, GATE_UP: 15, DOWN: 27}, {QKV: 7, SPLITS: 10}, busy_rows=2)
