@@ -9,7 +9,7 @@ looked at before anything is timed:
 
 - `free` has as many registers as the compiler takes, `four` so few that four programs have room on a processor
   (`register_limit` in `layers/triton/attention_shape.py` decides which an engine has);
-- `masked` has masks for whole tiles too, which four users and more with heads of 64 go without by default;
+- `masked` has masks for whole tiles too, which more than two users with heads of 64 go without by default;
 - `rows-lean` has no masks over whole tiles and reads page numbers a turn before the tokens that they place;
 - `rows-masked` has masks, and reads page numbers right before.
 
@@ -114,8 +114,8 @@ class Case:
             where = (self.step.positions_R, self.step.write_slots_R)
             q_RND = rope_write(self.qkv_RYD, *kv, *where, self.tables, self.norms, early_start=True)
             paged = (*kv, self.step.table_TP, PAGE)
-            page = PAGE if form.lean else 0
-            shape = AttentionShape.of(self._group, 1, self.shape.head_dim, 2, segments=self.users, page_size=page)
+            masked = AttentionShape.of(self._group, 1, self.shape.head_dim, 2, segments=self.users)
+            shape = None if form.lean else masked
             attend(q_RND, *paged, segments, rule, out, registers=form.registers, shape=shape, **plan)
         return out
 

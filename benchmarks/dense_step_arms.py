@@ -316,8 +316,8 @@ def fastest(times: dict[str, list[float]]) -> str:
 
 
 def time_forms(report: Report, name: str, built: DenseStep) -> list[str]:
-    """All forms at 1, 2, 4 and 8 rows of context 1,024, and 8 of longer ones, compared bit for bit first; what was
-    fastest at each.
+    """All forms at 1, 2, 4 and 8 rows of context 1,024, and 1 and 8 of longer ones, compared bit for bit first; what
+    was fastest at each.
     """
     shape, verdicts, one = built.plan.shape, [], 0.0
     of_one, of_several = forms_of(built, FORMS_OF_ONE[name], 1), forms_of(built, FORMS_OF_SEVERAL[name], 8)

@@ -305,7 +305,7 @@ def test_attention(lengths, rows, heads, kv_heads, dim, page, window, sinks, dty
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_row_is_the_same_bits_beside_any_neighbours(dim, dtype):
-    """By fewer registers than alone, too, which four rows have with heads of 128."""
+    """By fewer registers than alone, which four rows have with heads of 128, and without masks, with heads of 64."""
     from kernel_cases import PagedCase
 
     case = PagedCase(

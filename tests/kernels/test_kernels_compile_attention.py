@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: pip inst
 from compile_kit import CUOBJDUMP, SHARED, TARGETS, compiled, resources  # noqa: E402
 
 from lowlat.layers.attention import AttentionRule  # noqa: E402
-from lowlat.layers.device_step import RowSegments  # noqa: E402
+from lowlat.layers.device_step import DeviceStep, ItemSegments, RowSegments  # noqa: E402
 from lowlat.layers.triton import attention, attention_shape, row_attention  # noqa: E402
 
 
@@ -36,7 +37,7 @@ def attend_arguments(
         "BLOCK_B": 8, "BLOCK_Q": shape.block_q, "BLOCK_M": shape.block_m, "BLOCK_L": shape.block_l,
         "BLOCK_D": triton.next_power_of_2(dim), "MIN_CHUNK": attention.MIN_CHUNK, "DRAFT": kind == "draft",
         "SIFTED": kind != "draft" and most_rows > shape.block_q, "LEAN": shape.lean,
-        "STAGES": 2 if shape.lean else shape.stages, "EARLY": lanes == 32,
+        "STAGES": shape.masked_stages, "EARLY": lanes == 32,
     }  # fmt: skip
     return types, constants, shape
 
@@ -96,7 +97,7 @@ def test_attention_of_many_requests_fits(group, dim, target, tmp_path):
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("group", [2, 3, 4, 8])
 def test_attention_of_many_requests_without_masks_fits(group, target, tmp_path):
-    """Of heads of 64: two tiles are under way besides the one that is looked at, and nothing of it spills."""
+    """Of heads of 64: a tile is under way besides the one that is looked at, and nothing of it spills."""
     types, constants, shape = attend_arguments("bf16", group, 64, 1, 32, "plain", segments=3)
     assert constants["LEAN"] == 2
     assert attention_shape.register_limit(some_segments(3), shape, 64, 2) == 0
@@ -114,7 +115,6 @@ def test_attention_of_many_requests_without_masks_fits(group, target, tmp_path):
     [
         ({}, (3, 2)),
         ({"segments": 256}, (3, 2)),
-        ({"dim": 32}, (3, 2)),
         ({"page_size": 1}, (3, 2)),
         ({"page_size": 64}, (3, 2)),
         # With masks: windows, items and drafts (0), pages that end amid a tile, few requests, and what has no room.
@@ -123,6 +123,7 @@ def test_attention_of_many_requests_without_masks_fits(group, target, tmp_path):
         ({"page_size": 128}, (2, 0)),
         ({"segments": 2}, (5, 0)),
         ({"dim": 128}, (2, 0)),
+        ({"dim": 32}, (2, 0)),
         ({"group": 32}, (2, 0)),
         ({"size": 4}, (2, 0)),
         ({"lanes": 64}, (2, 0)),
@@ -160,25 +161,69 @@ def test_limits_of_registers(changed, limit):
     assert found == limit
 
 
+class Launches:
+    """Stands for a kernel and notes what it is launched with."""
+
+    def __init__(self, *options: str) -> None:
+        self.options, self.found = options, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **given: self.found.append(tuple(given.get(option) for option in self.options))
+
+
 @pytest.mark.parametrize(
-    ("hip", "requests", "expected"),
-    [(None, 3, (128, 2)), ("7.0", 3, (None, 2)), (None, 2, (None, 5)), ("7.0", 2, (None, 3))],
+    ("dim", "requests", "changed", "expected"),
+    [
+        (128, 3, {}, (128, 2, 0)),
+        (128, 2, {}, (None, 5, 0)),
+        (64, 3, {}, (None, 3, 2)),
+        (64, 2, {}, (None, 5, 0)),
+        (64, 3, {"window": 70}, (None, 2, 0)),
+        (64, 3, {"items": True}, (None, 2, 0)),
+        (64, 3, {"block_base": 0}, (None, 2, 0)),
+        (64, 3, {"page": 12}, (None, 2, 0)),
+        # A compiler for warps of 64 lanes refuses a limit of registers; two programs with five stages have no room.
+        (128, 3, {"hip": "7.0"}, (None, 2, 0)),
+        (128, 2, {"hip": "7.0"}, (None, 3, 0)),
+        (64, 3, {"hip": "7.0"}, (None, 2, 0)),
+    ],
 )
-def test_a_compiler_for_warps_of_64_lanes_is_asked_for_what_it_has(monkeypatch, hip, requests, expected):
-    """It would refuse a limit of registers, and more stages have no room in its memory."""
-    found = []
+def test_what_attention_is_launched_with(monkeypatch, dim, requests, changed, expected):
+    """Registers, stages, and from how many tiles on there are no masks: none where a row does not see all before it."""
+    kernel = Launches("maxnreg", "num_stages", "LEAN")
+    monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
+    monkeypatch.setattr(attention, "attend_kernel", kernel)
+    q_RND, keys_SKD = (torch.zeros(requests, heads, dim, dtype=torch.bfloat16) for heads in (8, 2))
+    segments, each = some_segments(requests), torch.zeros(requests, dtype=torch.int32)
+    if "items" in changed:
+        segments = msgspec.structs.replace(segments, items=ItemSegments(each, each))
+    given = (q_RND, keys_SKD, keys_SKD, torch.zeros(requests, 1, dtype=torch.int32), changed.get("page", 16), segments)
+    rule = AttentionRule(window=changed.get("window", 0))
+    attention.attend(*given, rule, q_RND, programs=2, block_base=changed.get("block_base", -1))
+    assert kernel.found == [expected]
 
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: found.append((options.get("maxnreg"), options["num_stages"]))
 
+def test_only_rows_that_see_all_before_them_go_without_masks():
+    q_RND, keys_SKD = (torch.zeros(3, heads, 64, dtype=torch.bfloat16) for heads in (8, 2))
+    shape = attention_shape.AttentionShape.of(4, 1, 64, 2, segments=3, page_size=16)
+    given = (q_RND, keys_SKD, keys_SKD, torch.zeros(3, 1, dtype=torch.int32), 16, some_segments(3))
+    with pytest.raises(AssertionError):
+        attention.attend(*given, AttentionRule(window=70), q_RND, programs=2, shape=shape)
+
+
+@pytest.mark.parametrize(("hip", "expected"), [(None, (6, True)), ("7.0", (3, False))])
+def test_what_attention_of_new_rows_is_launched_with(monkeypatch, hip, expected):
+    kernel = Launches("num_stages", "LEAN")
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(attention, "attend_kernel", Kernel())
-    q_RND, keys_SKD = (torch.zeros(3, heads, 128, dtype=torch.bfloat16) for heads in (8, 2))
-    table_TP = torch.zeros(3, 1, dtype=torch.int32)
-    given = (q_RND, keys_SKD, keys_SKD, table_TP, 16, some_segments(requests), AttentionRule(), q_RND)
-    attention.attend(*given, programs=2)
-    assert found == [expected]
+    monkeypatch.setattr(row_attention, "row_attend_kernel", kernel)
+    monkeypatch.setattr(row_attention, "join_kernel", Launches())
+    qkv_RYD, pool_SKD = (torch.zeros(1, heads, 64, dtype=torch.bfloat16) for heads in (12, 2))
+    one, tables = torch.zeros(1, dtype=torch.int64), (torch.zeros(1, 64), torch.zeros(1, 64))
+    step = DeviceStep(one, one, one, [some_segments(1)], one.view(1, 1).int(), 16, None)
+    out_RX = torch.zeros(1, 8 * 64, dtype=torch.bfloat16)
+    given = (qkv_RYD, pool_SKD, pool_SKD, step, some_segments(1), tables, None, AttentionRule(), out_RX)
+    row_attention.row_attend(*given, programs=8)
+    assert kernel.found == [expected]
 
 
 def some_segments(count: int, rows: int = 1) -> RowSegments:

@@ -272,10 +272,28 @@ def test_only_the_stages_that_should_pause_do(
         assert paused[0].nonzero().flatten().tolist() == sorted(expected), positions
 
 
+def test_busy_steps_have_more_pages_under_way(
+    small_grid: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A mark says where a page was asked for beyond those that may be under way in a quiet step."""
+    limit = "  if (f.under_way < most_under_way(c)) {\n"
+    mark = {"stream.cuh": (limit, f"{limit}    if (f.under_way >= UNDER_WAY) stamp(c, 0, 14);\n")}
+    options = {"ring_limit": 32 * 1024, "under_way": 2, "busy_under_way": 3, "stamps": 16}
+    built, _ = build(monkeypatch, tmp_path, "two layers", changes=mark, **options)
+    for position, more in ((300, False), (4090, True)):
+        inputs, pools = make_case(built.plan.shape, [[position]], 16, 5, "cpu")
+        built.bind(pools, 16)
+        built.stamps.zero_()
+        built.run(inputs, 1)
+        built.check()
+        assert bool((built.stamps[:, 0, 14] != 0).any()) == more
+
+
 FORMS_OF_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "not folded": ("two layers", {"fold": False}),
     "no pauses": ("two layers", {"waits": Waits()}),
     "four pages": ("two layers", FOUR_PAGES),
+    "a page more in busy steps": ("two layers", {"ring_limit": 32 * 1024, "under_way": 2, "busy_under_way": 3}),
     "a buffer for each layer": ("four layers", {"slots": 4}),
     "a buffer for each layer, not folded": ("four layers", {"slots": 4, "fold": False}),
     "a page is held": ("four layers", FOUR_PAGES | {"wide": True}),

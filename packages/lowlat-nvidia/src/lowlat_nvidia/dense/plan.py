@@ -150,7 +150,7 @@ class DensePlan:
     buffers of its own; `kernel` is the plan of either. What is packed (`page_fragments`) is the same in both.
 
     There is room for `ring_limit` bytes of weights and `units` blocks of 16 cached tokens (0: what else fits). A warp
-    asks for `under_way` pages of weights at once, and for `busy_under_way` in steps that are busy (`Waits`); `ahead`
+    asks for `under_way` pages of weights at once, for `busy_under_way` if that is more in busy steps (`Waits`); `ahead`
     units come into the L2 before there is room for them, where contexts are short. Layers take `slots` exchange buffers
     in turn (at least 3; at most one each), so that all stay in the L2. What all blocks read is published `copies` times
     when rows are few. `plain_copies` is for tools that watch every access, `alone` runs stages one by one
@@ -304,9 +304,9 @@ class DensePlan:
         return min(self.under_way or usual, self.ring_pages)
 
     def _busy_under_way(self) -> int:
-        """As measured: a page more where a step is folded, and no more elsewhere."""
+        """At least `under_way`. As measured: a page more where a step is folded, and no more elsewhere."""
         usual = self._under_way() + (self.one_row and self.folded)
-        return min(self.busy_under_way or usual, self.ring_pages)
+        return max(self._under_way(), min(self.busy_under_way or usual, self.ring_pages))
 
     def _ahead(self) -> int:
         """As measured: it helps wide models, whose stages take long, and nothing else."""
@@ -344,7 +344,8 @@ class DensePlan:
     def _waits(self) -> Waits:
         if self.waits is not None:
             return self.waits
-        return waits.measured(one_row=self.one_row, narrow=self._narrow, wide_of_64=self._wide_of_64)
+        given = {"narrow": self._narrow, "wide_of_64": self._wide_of_64, "widest": self.shape.hidden > 2560}
+        return waits.measured(one_row=self.one_row, **given)
 
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
@@ -357,8 +358,6 @@ class DensePlan:
             raise UnsupportedShapeError(f"slots is {self.slots}; layers take three exchange buffers at least")
         if self.published not in (1, 2, 4, 8):
             raise UnsupportedShapeError(f"copies is {self.copies}; 1, 2, 4 or 8 are published")
-        if self._busy_under_way() < self._under_way():
-            raise UnsupportedShapeError(f"busy_under_way is {self.busy_under_way}; it must be at least under_way")
         if self._row_warps() not in (0, 1, 2):
             raise UnsupportedShapeError(f"row_warps is {self.row_warps}; a warp has 0, 1 or 2")
         room = self._row_room()

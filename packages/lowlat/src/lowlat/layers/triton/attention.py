@@ -343,6 +343,7 @@ def attend(
             group, segments.most_rows, dim, size, segments=count, lanes=lanes, tight=segments.tight,
             page_size=page_size if plain else 0,
         )  # fmt: skip
+    assert not shape.lean or (plain and segments.most_rows == 1 and shape.block_l % page_size == 0)
     if registers is None:
         registers = register_limit(segments, shape, dim, size, plain=plain, lanes=lanes)
     few = segments.most_rows == 1 or segments.tight
@@ -373,7 +374,7 @@ def attend(
         q_RND, keys_SKD, values_SKD, table_TP, segments.slots_B, *where, sinks, out_RND, partial, sums, *seen,
         count, table_TP.stride(0), block_base, scale, **common, PAGE=page_size, ITEMS=items is not None, SINGLE=single,
         DRAFT=draft, SIFTED=many and not draft and not rule.window, LEAN=shape.lean,
-        STAGES=2 if shape.lean else shape.stages,
+        STAGES=shape.masked_stages,
         BLOCK_B=block_b, num_warps=shape.warps, num_stages=shape.stages, **limit,
     )  # fmt: skip
     if most > 1 and few:

@@ -28,7 +28,12 @@ class AttentionShape(msgspec.Struct, frozen=True):
     """Of the loop over tiles that takes most of the time."""
     lean: int = 0
     """From how many whole tiles of a split on they are looked at without masks, with page numbers that were read a turn
-    before; what is left has 2 stages then. 0: never. Bits of results do not depend on it."""
+    before. 0: never. Bits of results do not depend on it."""
+
+    @property
+    def masked_stages(self) -> int:
+        """Of the loop over tiles with masks."""
+        return 2 if self.lean else self.stages
 
     @classmethod
     def of(
@@ -54,11 +59,11 @@ class AttentionShape(msgspec.Struct, frozen=True):
             # segments keep enough in flight without (measured on an H200).
             stages = 2 if small or segments > 2 else 3 if dim > 128 or lanes > 32 or fitting > 16 else 5
             shape = cls(most_rows, fitting, 32 if small else 64, 4, stages)
-            paged = most_rows == 1 and 0 < page_size <= 64 and page_size & (page_size - 1) == 0
-            if not paged or small or segments <= 2 or dim > 64 or lanes > 32 or fitting > 16:
+            whole = most_rows == 1 and page_size > 0 and shape.block_l % page_size == 0
+            if not whole or small or segments <= 2 or dim != 64 or lanes > 32 or fitting > 16:
                 return shape
-            # Of many segments with heads of 64, a tenth of the time behind many tokens; behind few, where a program
-            # less has room on a processor, 3 % more (measured on an H200). Heads of 128 gain nothing.
+            # Many segments with heads of 64 take a tenth less behind many tokens; behind few, where a program less has
+            # room on a processor, up to 9 % more (measured on an H200). Heads of 128 gain nothing.
             return msgspec.structs.replace(shape, stages=3, lean=2)
         # Two sizes only: every size is compiled when it first comes, which a request would wait for.
         least = max(16, triton.next_power_of_2(group))
