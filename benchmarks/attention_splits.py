@@ -114,8 +114,9 @@ class Case:
             where = (self.step.positions_R, self.step.write_slots_R)
             q_RND = rope_write(self.qkv_RYD, *kv, *where, self.tables, self.norms, early_start=True)
             paged = (*kv, self.step.table_TP, PAGE)
-            masked = AttentionShape.of(self._group, 1, self.shape.head_dim, 2, segments=self.users)
-            shape = None if form.lean else masked
+            shape = None
+            if not form.lean:
+                shape = AttentionShape.of(self._group, 1, self.shape.head_dim, 2, segments=self.users)
             attend(q_RND, *paged, segments, rule, out, registers=form.registers, shape=shape, **plan)
         return out
 

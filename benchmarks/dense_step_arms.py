@@ -275,6 +275,7 @@ class Report:
         machine = {"gpu": torch.cuda.get_device_name(), "gpus": 1, "driver": driver, "cpu": cpu}
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         command = " ".join(["python benchmarks/dense_step_arms.py", *sys.argv[1:]])
+        command = command.replace(str(path), path.name)  # its folder is this machine's own
         self.body = {
             "schema": 1, "name": name, "date": now, "commit": commit, "tree": tree, "command": command,
             "machine": {**machine, "torch": torch.__version__, "python": platform.python_version()},

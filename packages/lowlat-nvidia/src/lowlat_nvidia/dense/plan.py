@@ -344,8 +344,8 @@ class DensePlan:
     def _waits(self) -> Waits:
         if self.waits is not None:
             return self.waits
-        given = {"narrow": self._narrow, "wide_of_64": self._wide_of_64, "widest": self.shape.hidden > 2560}
-        return waits.measured(one_row=self.one_row, **given)
+        widest = self.shape.hidden > 2560
+        return waits.measured(one_row=self.one_row, narrow=self._narrow, wide_of_64=self._wide_of_64, widest=widest)
 
     def definitions(self) -> dict[str, int]:
         """What the compiler is told."""
