@@ -199,7 +199,8 @@ def performance_block(results: Iterable[tuple[pathlib.Path, Result]]) -> str:
         text += [
             "**One decode step, us** (one user, one new token; less is better). `model`: the forward pass and choice\n"
             "of the token; `engine`: with the scheduler and all else between two tokens. Percent: bytes that the step\n"
-            "must read, over its time, over the read ceiling of the same run.",
+            "must read, over its time, over the read ceiling of the same run. A kernel library may read smaller\n"
+            "weights than the general path, whose bytes `bytes / read ceiling` counts.",
             _table(steps, "context", STEP_ARMS),
         ]
     if speeds:
