@@ -39,6 +39,8 @@ class Script(msgspec.Struct, kw_only=True):
     """A path: the engine is ready once a file is there."""
     hold_after: int | None = None
     """A request stands still after so many tokens: an abort ends it, or the call `release` lets all go on."""
+    deaf_gate: str | None = None
+    """A path: the engine says that it is ready, yet joins its commands only once a file is there."""
     fail_start: str | None = None
     cached_tokens: int = 0
     stuck_after_steps: int | None = None
@@ -66,13 +68,18 @@ class FakeRequest:
         return self.hold_after is not None and self.made >= self.hold_after
 
 
+def wait_for_gate(path: str | None) -> None:
+    while path is not None and not Path(path).exists():
+        time.sleep(0.01)
+
+
 class FakeEngine:
     def __init__(self, script: Script, config: EngineConfig, commands: str, events: str) -> None:
         self.script = script
         self.config = config
         context = zmq.Context()
         self.commands = context.socket(zmq.PULL)
-        self.commands.connect(commands)
+        self.commands_address = commands
         self.events = context.socket(zmq.PUSH)
         self.events.connect(events)
         self.live: dict[str, FakeRequest] = {}
@@ -84,9 +91,10 @@ class FakeEngine:
 
     def run(self) -> None:
         script = self.script
+        if script.deaf_gate is None:
+            self.commands.connect(self.commands_address)
         self.send(m.Starting("weights", 50, 100))
-        while script.start_gate is not None and not Path(script.start_gate).exists():
-            time.sleep(0.01)
+        wait_for_gate(script.start_gate)
         if script.fail_start is not None:
             self.send(m.Failed(script.fail_start))
             time.sleep(0.1)
@@ -106,6 +114,10 @@ class FakeEngine:
                 item_tokens=script.item_tokens,
             )
         )
+        if script.deaf_gate is not None:
+            self.report()
+            wait_for_gate(script.deaf_gate)
+            self.commands.connect(self.commands_address)
         beat = 0.0
         parent = os.getppid()
         while os.getppid() == parent:

@@ -169,6 +169,43 @@ def test_death_ends_every_open_request_and_the_engine_is_restarted_once(monkeypa
     run(test, monkeypatch, {"start_gate": str(gate)})
 
 
+def test_an_engine_is_ready_once_commands_reach_it(monkeypatch, tmp_path):
+    """Events and commands have sockets of their own, and under load the word may come before the second is joined."""
+    gate = tmp_path / "may listen"
+
+    async def test(client):
+        await until(lambda: client.stats.pages_total == 100)  # said after the word that it is ready
+        assert client.state is EngineState.STARTING
+        with pytest.raises(EngineUnavailableError, match="loading"):
+            client.submit(request("early"))
+        gate.touch()
+        await client.wait_ready(PATIENCE_S)
+        assert [i for o in await read(client.submit(request("a", [9], max_tokens=3))) for i in o.token_ids] == [9] * 3
+
+    run(test, monkeypatch, {"deaf_gate": str(gate)})
+
+
+def test_a_death_that_was_not_noticed_yet_loses_nothing(monkeypatch):
+    async def test(client):
+        await client.wait_ready(PATIENCE_S)
+        await anext(client.submit(request("open", max_tokens=100_000)))
+        os.kill(client.pid, signal.SIGKILL)
+        while client._process.takes_commands:
+            time.sleep(0.001)  # not `await`: nobody may look after the engine meanwhile
+        assert client.state is EngineState.READY
+        with pytest.raises(EngineUnavailableError, match="just ended"):
+            client.submit(request("a"), request("b"))
+        with pytest.raises(EngineUnavailableError, match="just ended"):
+            await client.call("echo")
+        assert client.open_requests == 1
+        assert client.abort("open")
+        await until(lambda: client.restarts == 1)
+        await client.wait_ready(PATIENCE_S)
+        assert (await read(client.submit(request("a", max_tokens=1))))[-1].finish_reason is FinishReason.LENGTH
+
+    run(test, monkeypatch)
+
+
 def test_a_restart_is_allowed_again_after_the_window(monkeypatch):
     async def test(client):
         for restarts in (1, 2):

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-import zmq
 
 from lowlat.engine.config import EngineConfig
 from lowlat.engine.health import EngineState, Health, Pulse
@@ -33,6 +32,8 @@ log = logging.getLogger("lowlat.engine")
 Value = str | int | float | bool | None
 
 _TICK_S = 0.1
+_CONNECTING_S = 0.002
+_GONE = "the engine has just ended; try again in a moment"
 
 
 class EngineUnavailableError(Exception):
@@ -113,10 +114,8 @@ class EngineClient:
         self._settled.set()
         if process is None:
             return
-        try:
-            process.send(Shutdown())
-        except zmq.Again:
-            grace_s = 0.0  # it has not connected yet
+        if not process.send(Shutdown()):
+            grace_s = 0.0  # it has not connected yet, or is gone
         deadline = time.monotonic() + grace_s
         while process.exit_reason() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -135,7 +134,7 @@ class EngineClient:
         """Send requests to the engine and return the stream of their outputs.
 
         Raises:
-            EngineUnavailableError: the engine is not ready.
+            EngineUnavailableError: the engine is not ready, or is gone; none of the requests is open then.
             ValueError: an id is in use.
         """
         process = self._process
@@ -145,9 +144,11 @@ class EngineClient:
         if taken:
             raise ValueError(f"request id {taken[0]} is in use")
         stream = RequestStream(request.id for request in requests)
-        for request in requests:
-            self._streams[request.id] = stream
-            process.send(Submit(request))
+        self._streams.update((request.id, stream) for request in requests)
+        if not all(process.send(Submit(request)) for request in requests):
+            for request in requests:
+                self.abort(request.id)
+            raise EngineUnavailableError(_GONE)
         return stream
 
     def abort(self, id: str, reason: str = "abort") -> bool:
@@ -159,8 +160,7 @@ class EngineClient:
         if stream is None:
             return False
         if self._process is not None:
-            with contextlib.suppress(zmq.Again):
-                self._process.send(Abort(id, reason))
+            self._process.send(Abort(id, reason))
         finish = FinishReason.STOP if reason == "stop" else FinishReason.ABORT
         stream.put(RequestOutput(id=id, token_ids=[], finish_reason=finish), time.monotonic())
         return True
@@ -183,7 +183,8 @@ class EngineClient:
         future: asyncio.Future[dict[str, Value]] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         try:
-            process.send(Call(number, name, arguments or {}))
+            if not process.send(Call(number, name, arguments or {})):
+                raise EngineUnavailableError(_GONE)
             return await asyncio.wait_for(future, timeout)
         finally:
             self._calls.pop(number, None)
@@ -267,12 +268,8 @@ class EngineClient:
             if self._on_progress is not None:
                 self._on_progress(event)
         elif isinstance(event, Ready):
-            self.info = event
-            self.state = EngineState.READY
-            self._failure = None
-            self._pulse.progress_at = now
-            self._settled.set()
-            log.info("engine ready", extra={"fields": {"engine_pid": event.pid, "seconds": round(event.ready_s, 2)}})
+            assert self._process is not None
+            self._become_ready(event, self._process)
         elif isinstance(event, Failed):
             self._failure = event.error
         elif isinstance(event, Reply):
@@ -282,6 +279,19 @@ class EngineClient:
                     future.set_result(event.result)
                 else:
                     future.set_exception(RuntimeError(event.error))
+
+    def _become_ready(self, ready: Ready, process: EngineProcess) -> None:
+        if process is not self._process:
+            return
+        if not process.takes_commands:
+            asyncio.get_running_loop().call_later(_CONNECTING_S, self._become_ready, ready, process)
+            return
+        self.info = ready
+        self.state = EngineState.READY
+        self._failure = None
+        self._pulse.progress_at = time.monotonic()
+        self._settled.set()
+        log.info("engine ready", extra={"fields": {"engine_pid": ready.pid, "seconds": round(ready.ready_s, 2)}})
 
     # Supervision
 

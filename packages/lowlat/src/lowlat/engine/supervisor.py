@@ -26,7 +26,7 @@ def engine_program(lines_are_json: bool) -> tuple[str, ...]:
 
 
 # As plain numbers: the library's enumerations cost microseconds for each message.
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
 class EngineProcess:
@@ -77,13 +77,18 @@ class EngineProcess:
         """File descriptor that turns readable when events may be waiting; drain with `events` whenever it does."""
         return self._events.getsockopt(zmq.FD)  # type: ignore[return-value]
 
-    def send(self, command: Command) -> None:
-        """Hand a command over without waiting.
+    @property
+    def takes_commands(self) -> bool:
+        """Whether the engine is connected for commands; its events may arrive before, over a socket of their own."""
+        return bool(self._commands.getsockopt(_EVENTS) & _POLLOUT)  # type: ignore[operator]
 
-        Raises:
-            zmq.Again: the engine is not connected.
-        """
-        self._commands.send(encode(command), zmq.NOBLOCK)
+    def send(self, command: Command) -> bool:
+        """Hand a command over without waiting; False when no engine is connected: not yet, or no longer."""
+        try:
+            self._commands.send(encode(command), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def events(self, limit: int = 64) -> list[Event]:
         """Events that have arrived, at most `limit`; fewer than `limit` means that none is left.
