@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from lowlat import __version__
 from lowlat.cli import main
+from lowlat.cli import progress as progress_module
 from lowlat.cli.chat import converse
 from lowlat.cli.generate import _print_stream, _prompt
 from lowlat.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS
@@ -335,11 +336,22 @@ def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(monkeypatch):
 
 
 def test_progress_without_a_terminal_is_a_line_a_phase(capsys):
+    """The first call that comes may be far into a phase: it is no line's end."""
     with LoadProgress() as progress:
-        for done in range(0, 100, 10):
+        for done in range(20, 100, 10):
             progress(done, 100, "converting")
         progress(0, 0, "first step")
     assert capsys.readouterr().err.splitlines() == ["converting", "first step"]
+
+
+def test_progress_of_a_long_phase_says_how_far_it_is(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now))
+    with LoadProgress() as progress:
+        for done in (20, 40, 60):
+            now += 6.0
+            progress(done, 100, "converting")
+    assert capsys.readouterr().err.splitlines() == ["converting", "converting 40 %", "converting 60 %"]
 
 
 def test_progress_on_a_terminal_draws_and_goes_away(monkeypatch, capsys):

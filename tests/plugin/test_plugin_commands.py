@@ -13,6 +13,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+import lowlat_plugin
 from lowlat.cli import plugins
 from lowlat_plugin.scaffold import render, write_project
 
@@ -45,6 +46,17 @@ def test_list_shows_what_is_installed():
     assert (
         "LlamaForCausalLM" in next(e for e in libraries if e["key"] == "lowlat-cpu/llama-gguf")["spec"]["architectures"]
     )
+
+
+def test_list_and_doctor_say_where_libraries_are_when_none_is_installed(monkeypatch):
+    monkeypatch.setattr(lowlat_plugin, "discover", lowlat_plugin.Registry)
+    assert "examples/lowlat-cpu" in run("list").stdout
+    nothing = lowlat_plugin.Report(policy="auto", state="general", on=False)
+    monkeypatch.setattr(plugins, "_diagnose", lambda config: nothing)
+    report = run("doctor", "--model", "smollm2")
+    assert report.exit_code == 1
+    assert "none is installed" in report.stdout
+    assert "examples/lowlat-cpu" in report.stdout
 
 
 def test_list_shows_what_could_not_be_loaded(tmp_path):

@@ -36,6 +36,10 @@ Examples:
 """,
 )
 
+_WHERE = """
+lowlat's own are in its repository: packages/lowlat-nvidia for an H100 or H200, examples/lowlat-cpu for GGUF models on
+CPUs. `lowlat plugins new NAME` begins one of yours.""".strip()
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
@@ -48,7 +52,7 @@ def list_plugins(json: Json = False) -> None:
     if json:
         _print_json({"libraries": [_described(c) for c in registry.candidates], "failures": registry.failures})
     elif not registry.candidates and not registry.failures:
-        print("no kernel libraries are installed (entry-point group lowlat.kernels)")
+        print(f"no kernel libraries are installed (entry-point group lowlat.kernels)\n{_WHERE}")
     else:
         for candidate in registry.candidates:
             spec = candidate.spec
@@ -72,6 +76,8 @@ def doctor(config: EngineConfig, json: Json = False) -> None:
         _print_json(report)
     else:
         print("\n".join(report.lines()))
+        if not report.candidates and not report.failures:
+            print(_WHERE)
     if report.state != "active":
         raise typer.Exit(1)
 

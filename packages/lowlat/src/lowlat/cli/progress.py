@@ -78,5 +78,6 @@ class LoadProgress:
         if what == self._phase and now - self._printed_at < 5:
             return
         self._printed_at = now
-        share = f" {100 * done // total} %" if total and done else ""
+        # A phase's first line has no share: nothing may follow it, and "21 %" would then look like where it stopped.
+        share = f" {100 * done // total} %" if total and done and what == self._phase else ""
         print(f"{what}{share}", file=sys.stderr, flush=True)
