@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_kit import byte_text_model, live_server, refuse
 
+from lowlat.server import bodies
 from lowlat.server.bodies import decode_body
 from lowlat.server.errors import ApiError
 from lowlat.server.requests import ChatRequest, CompletionRequest, Unsupported
@@ -211,6 +212,32 @@ def test_a_body_above_the_limit_is_a_413():
         answer = live.http.post("/v1/completions", content=(b"a" * 100 for _ in range(50)))
         assert answer.status_code == 413
         assert live.complete(prompt="a", max_tokens=1)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_client_that_sends_its_large_body_to_the_end_gets_the_413(announced):
+    """A server that closes before has the connection reset, and the answer is lost with it."""
+    body, size = b"a" * 2**20, 8
+    with live_server(max_body_bytes=1000) as live, live.connect() as raw:
+        length = f"Content-Length: {size << 20}" if announced else "Transfer-Encoding: chunked"
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        for _ in range(size):
+            raw.sendall(body if announced else b"100000\r\n" + body + b"\r\n")
+        if not announced:
+            raw.sendall(b"0\r\n\r\n")
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"body_too_large" in answer
+        assert live.complete(prompt="a", max_tokens=1)
+
+
+def test_a_large_body_that_never_ends_or_waits_for_leave_is_a_413(monkeypatch):
+    monkeypatch.setattr(bodies, "_DISCARD_S", 0.2)
+    for header, leave in (("X-Other: 1", False), ("Expect: 100-continue", True)):
+        with live_server(max_body_bytes=1000) as live, live.connect() as raw:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n{header}\r\n\r\n"
+            raw.sendall(head.encode() + b"a" * (0 if leave else 2000))
+            assert raw.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_a_body_that_does_not_come_is_a_408():

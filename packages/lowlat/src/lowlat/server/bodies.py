@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import re
@@ -22,6 +23,7 @@ _WHERE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>.*?)`")
 _MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
 _OTHER_WORD = re.compile(r"Invalid enum value (?P<quote>['\"])(?P<value>.*)(?P=quote)", re.DOTALL)
+_DISCARD_S = 2.0
 _SHOWN = 64  # characters of what the client sent
 
 
@@ -34,6 +36,8 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
+        if "expect" not in request.headers:  # else the client waits for leave to send
+            await _discard(request)
         raise _too_large(limit)
     try:
         return await asyncio.wait_for(_collect(request, limit), timeout_s)
@@ -51,10 +55,21 @@ async def _collect(request: Request, limit: int) -> bytes:
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:
+            if message.get("more_body", False):
+                await _discard(request)
             raise _too_large(limit)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+async def _discard(request: Request) -> None:
+    """Read what is left of a body, for a while: a connection that is closed while its client still sends is reset, and
+    the answer that the client has not read yet is lost with it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while (message := await request.receive())["type"] == "http.request" and message.get("more_body", False):
+                pass
 
 
 def _too_large(limit: int) -> ApiError:
