@@ -90,7 +90,6 @@ static void body() {
 }
 static void misused() { abort(); }
 
-static size_t stack_bytes(const Launch& l) { return (size_t)l.asked.blocks * emu_threads * STACK; }
 static void start(Launch& l) {
   const Request& asked = l.asked;
   l.started = true;
@@ -99,7 +98,6 @@ static void start(Launch& l) {
   l.warps.resize(l.left / LANES);
   l.meetings.resize(asked.blocks / asked.cluster);
   l.running.assign(asked.blocks, emu_threads);
-  l.stacks = (u8*)mmap(nullptr, stack_bytes(l), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   for (int b = 0; b < asked.blocks; b++) {
     Block& block = emu_blocks[l.first_block + b];
     block.memory = (u8*)aligned_alloc(1024, (asked.shared_bytes + 1023) / 1024 * 1024);
@@ -134,7 +132,9 @@ void stores_before() {
 }
 static void end(Launch& l) {
   stores_before();
-  munmap(l.stacks, stack_bytes(l));
+  for (int i = 0; i < l.asked.blocks * emu_threads; i++)
+    for (int word = 0; word < 8; word++)
+      if (((const u64*)(l.stacks + (size_t)i * STACK))[word]) { fprintf(stderr, "a stack of %d bytes is too small\n", STACK); abort(); }
   if (l.after)
     for (Fiber* f : l.after->waiting) emu_wake(f);
 }
@@ -146,8 +146,10 @@ void wait_for_earlier_kernel() {
   emu_park();
 }
 
-// Runs launches that may overlap; false if nothing can go on.
-extern "C" bool emu_run(const Request* requests, int count, int threads, u32 seed) {
+extern "C" int emu_stack_bytes() { return STACK; }
+// Runs launches that may overlap, with a stack for each of their threads that was zeros before its first use; false if nothing
+// can go on.
+extern "C" bool emu_run(const Request* requests, int count, int threads, u32 seed, u8* stacks) {
   emu_threads = threads;
   emu_random_state = seed * 2654435761u + 1;
   emu_misused = false;
@@ -158,6 +160,7 @@ extern "C" bool emu_run(const Request* requests, int count, int threads, u32 see
     Launch& l = launches[i];
     l.asked = requests[i], l.first_block = blocks, l.let.assign(l.asked.blocks, false);
     l.before = i ? &launches[i - 1] : nullptr, l.after = i + 1 < count ? &launches[i + 1] : nullptr;
+    l.stacks = stacks + (size_t)blocks * threads * STACK;
     blocks += l.asked.blocks;
   }
   emu_blocks.assign(blocks, Block());
@@ -179,6 +182,11 @@ extern "C" bool emu_run(const Request* requests, int count, int threads, u32 see
     if (emu_random() % 64 == 0) std::swap(ready[0], ready[emu_random() % ready.size()]);
     emu_now = ready.front();
     ready.pop_front();
+    // What a switch waits for is memory: of a fiber that comes soon its own words, then the end of its stack.
+    if (ready.size() > 8) {
+      __builtin_prefetch(ready[7]);
+      for (int line = 0; line < 4; line++) __builtin_prefetch((const u8*)ready[3]->stack_pointer + 64 * line);
+    }
     // A warp of every block sleeps for a while: the others go on as far as they can without it.
     if (idle % NAP == 0) asleep = emu_random() % (threads / LANES);
     if (emu_now->thread / LANES == asleep && idle % NAP < NAP / 2) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import mmap
 import platform
 import shutil
 import struct
@@ -91,6 +92,14 @@ class Request(ctypes.Structure):
     )
 
 
+@functools.lru_cache(1)
+def stacks(size: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Memory for the stacks of all threads, used again by later launches of any library."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # with small pages most switches wait for a translation
+    return (ctypes.c_ubyte * size).from_buffer(memory)
+
+
 class Machine:
     """Runs launches. Those of `launch_early` may overlap: they are kept until `finish`."""
 
@@ -104,7 +113,9 @@ class Machine:
     def finish(self, threads: int) -> None:
         requests, self.requests, self.seed = self.requests, [], self.seed + 1
         array = (Request * len(requests))(*requests)
-        ended = self.library.emu_run(array, len(requests), threads, self.seed)
+        size = sum(request.blocks for request in requests) * threads * self.library.emu_stack_bytes()
+        memory = stacks(1 << (size - 1).bit_length())
+        ended = self.library.emu_run(array, len(requests), threads, self.seed, memory)
         self.kept.clear()
         if not ended:
             raise RuntimeError("the emulated launches do not end")

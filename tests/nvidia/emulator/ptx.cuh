@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include <deque>
 #include <vector>
@@ -36,7 +35,7 @@ DEV float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}
 DEV float2 make_float2(float x, float y) { return {x, y}; }
 
 // ---- fibers
-constexpr int LANES = 32, STACK = 128 * 1024;
+constexpr int LANES = 32, STACK = 16 * 1024 + 320;  // not a power of two: caches would hold few of them
 struct Fiber;
 struct Warp {
   int arrived = 0, parity = 0;
