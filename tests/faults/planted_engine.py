@@ -164,6 +164,14 @@ ENGINE = (
         f"{_SCHEDULE}test_a57_a_long_prefill_that_moves_stays_healthy",
     ),
     plant(
+        "A57",
+        "an engine is ready before commands reach it",
+        "engine/client.py",
+        "if not process.takes_commands:",
+        "if False:",
+        "server/test_server_client.py::test_an_engine_is_ready_once_commands_reach_it",
+    ),
+    plant(
         "A58",
         "aborted requests are not counted",
         "server/metrics.py",
