@@ -193,7 +193,8 @@ def same_bits(
     case = (built.plan.shape, str(positions), page_size)
     if case not in defaults:
         defaults[case] = left_by(built, positions, page_size)
-    return all(map(torch.equal, left_by(other, positions, page_size), defaults[case]))
+    found = left_by(other, positions, page_size)
+    return all(torch.equal(a, b) for a, b in zip(found, defaults[case], strict=True))
 
 
 def two_forms(
