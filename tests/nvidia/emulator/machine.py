@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -96,7 +97,9 @@ class Request(ctypes.Structure):
 def stacks(size: int) -> ctypes.Array[ctypes.c_ubyte]:
     """Memory for the stacks of all threads, used again by later launches of any library."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # with small pages most switches wait for a translation
+    # With small pages most switches wait for a translation; a system without large ones refuses.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return (ctypes.c_ubyte * size).from_buffer(memory)
 
 
@@ -114,7 +117,7 @@ class Machine:
         requests, self.requests, self.seed = self.requests, [], self.seed + 1
         array = (Request * len(requests))(*requests)
         size = sum(request.blocks for request in requests) * threads * self.library.emu_stack_bytes()
-        memory = stacks(1 << (size - 1).bit_length())
+        memory = stacks(1 << (size - 1).bit_length())  # rounded, so that most launches want the same
         ended = self.library.emu_run(array, len(requests), threads, self.seed, memory)
         self.kept.clear()
         if not ended:
